@@ -246,7 +246,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         yield from step_jobs(options, options.implementation or default)
     elif options.command == "decodes":
         for case in options.case or decode_mixer.MIXERS:
-            for mixture in options.mixture or decode_mixer.MIXTURES:
+            for mixture in options.mixture or decode_mixer.mixtures(case):
                 for chip in options.chip or CHIPS:
                     about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
                     label = {"case": case, "mixture": mixture, "chip": chip}

@@ -31,10 +31,18 @@ MIXERS = {
     "qwen3-next-80b": Mixer("gated_delta_rule", H=16, HV=32),
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
+# Over rings the launch takes a few heads, each with a gate.
+RINGS = "decode-64-bfloat16-ring"
+_OVER_RINGS = ("qwen3-next-80b-tp8", "qwen3.5-397b-tp8")
 _WIDTH = 4
 # For these chips the compiler cannot profile a program that also has the branch of prefills. So the counts of the step
 # are static there, and the program has one branch.
 _ONE_WAY = ("v5e", "v5p")
+
+
+def mixtures(name: str) -> list[str]:
+    """Return the mixtures of a case."""
+    return [*MIXTURES, *([RINGS] if name in _OVER_RINGS else [])]
 
 
 def _layer(case: Mixer):
@@ -51,6 +59,8 @@ def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str, known: bool 
     With `known` the counts of the step are static numbers, otherwise they are traced.
     """
     compiler.setup(flags)
+    if mixture.replay:
+        step.leave_out_prefills()
     config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
     conv = tuple(jax.ShapeDtypeStruct((step.SLOTS, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
@@ -81,7 +91,7 @@ def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
         text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
-    return kernel_bundles(loop, *step.mixer_runs(loop, case.HV)), loop.turns - 2
+    return kernel_bundles(loop, *step.mixer_runs(loop, mixture, case.HV)), loop.turns - 2
 
 
 def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:

@@ -512,14 +512,14 @@ def decodes() -> str:
     rows, lines = rows_of("decodes"), []
     for case in values(rows, "case"):
         layer = decode_mixer.MIXERS[case]
-        for mixture in decode_mixer.MIXTURES:
+        for mixture in decode_mixer.mixtures(case):
             cells = []
             for chip in CHIPS:
                 found = [x for x in select(rows, case=case, mixture=mixture, chip=chip) if x.get("cycles")]
                 text = (f"{whole(x['cycles'])}; {decimals(x['cycles'] / x['decode_floor'])}; " for x in found)
                 cells.append(next((f"{y}{decimals(found[0]['estimate_ms'], 3)}" for y in text), NONE))
-            title = f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
-            lines.append([title, steps.MIXTURES[mixture].pool, *cells])
+            title, pool = f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}", steps.MIXTURES[mixture]
+            lines.append([title, f"{pool.pool}, ring of {pool.replay}" if pool.replay else pool.pool, *cells])
     return table(["operator, key and value heads", "states", *CHIPS], lines)
 
 

@@ -71,9 +71,23 @@ def _bundles(text: str) -> list[_Bundle]:
 
 
 def _exit(bundles: list[_Bundle]) -> int | None:
-    """Return the constant in the exit test of a loop, None if there is no single one."""
-    found = [int(n) for bundle in bundles for n in re.findall(r"(\d+) /\* loop exit test", bundle.text)]
-    return found[0] if len(found) == 1 else None
+    """Return how often a loop turns by the constant in its exit test, None if there is no single one."""
+    text = "\n".join(bundle.text for bundle in bundles)
+    found = re.findall(r"%(\w+), (\d+) /\* loop exit test", text)
+    if len(found) != 1:
+        return None
+    ((counter, last),) = found
+    # A loop that is unrolled counts by more than one.
+    step = re.search(rf"%{counter} = sadd\.s32 (\d+), ", text)
+    return int(last) // int(step[1] if step else 1)
+
+
+def _turned(code: list[_Bundle], start: int, stop: int) -> int:
+    """Return where a loop ends that starts at a bundle: after the branch back, and what runs with it."""
+    names = re.findall(r"Start region (\d+)", code[start].text)
+    back = [re.compile(rf"sbr\.rel \(!?%\w+\) target = \$region{name}\b") for name in names]
+    ends = [n + 1 + DELAY for n in range(start, stop) if any(x.search(code[n].text) for x in back)]
+    return min([*ends[-1:], stop])
 
 
 def read_loop(text: str) -> Loop:
@@ -88,6 +102,9 @@ def read_loop(text: str) -> Loop:
         end = n
         while end < stop and code[end].depth > 1 and (end == n or "L" not in code[end].label):
             end += 1
+        if end > n:
+            # Of the bundles of a loop some carry the depth of what follows it, from which they come.
+            end = max(end, _turned(code, n, stop))
         if end == n:
             outer.append(code[n])
             n += 1

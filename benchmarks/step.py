@@ -34,7 +34,7 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
-from chunkwise.shared.serving import mixer_kernel, ring_kernel, step_table
+from chunkwise.shared.serving import mixer_launch, ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.oracle import reference
@@ -141,16 +141,22 @@ def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]
     return N + ring_kernel.LATER, [runs(x) for x in regions]
 
 
-def mixer_runs(loop: Loop, heads: int) -> tuple[int, list[int]]:
-    """Return the steps of the kernel for decodes of one token, and how many of them run each region.
+def mixer_runs(loop: Loop, mixture: Mixture, heads: int) -> tuple[int, list[float]]:
+    """Return the steps of the kernel of decodes of one token and how many run each of its regions.
 
-    The first step makes the table of sequences, and the last one awaits its copies and stores the outputs. Every
-    sequence has a region that stores zeros for a sequence without a state, which does not run here. Copies for later
-    and earlier sequences are counted in every step.
+    The first step begins the table of sequences. Copies of the next and of the earlier steps are counted in every step.
+    Then comes a region with one for each sequence in it, which puts zeros where a sequence starts from none, as none
+    does here. Over rings the next region goes over sequences where any of them folds, and the one in it is the fold of
+    each. The last step awaits its copies and stores the outputs.
     """
-    steps, cleared = loop.turns - 2, mixer_kernel.sequences_of(heads)[0]
-    others = len(loop.regions) - cleared - 2
-    return steps, [1, *[steps] * others, *[0] * cleared, 1]
+    steps, taken = loop.turns - 2, mixer_launch.sequences_of(heads, mixture.replay > 0)[0]
+    within = lambda x: sum(x.start <= y.start and y.stop <= x.stop for y in loop.regions) - 1
+    clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == taken)
+    runs: list[float] = [1, *[steps] * (clears - 1), *[0] * (1 + taken)]
+    if mixture.replay:
+        folded = 1 / mixture.folds_every
+        runs += [steps * (1 - (1 - folded) ** taken), steps * folded]
+    return steps, runs + [1] * (len(loop.regions) - len(runs))
 
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -240,11 +246,17 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
     return total(entry)
 
 
-def _without_prefills(x, pool, *_):
-    """Replace the prefills of a mixture without prefills by a kernel of their kind that does nothing.
+def leave_out_prefills() -> None:
+    """Make all prefills of this process those of a mixture without prefills.
+
 
     The reason is that the compiler takes minutes and 16 GB to dump the gathers of a ring, although not to compile them.
     """
+    serving_run._prefill = _without_prefills
+
+
+def _without_prefills(x, pool, *_):
+    """Replace the prefills of a mixture without prefills by a kernel of their kind that does nothing."""
     return hollow(None, x.v, name="nothing_c0", out_shape=[jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)])[0], pool
 
 
@@ -254,7 +266,7 @@ def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
 
     compiler.setup(flags)
     if not mixture.over_array and not mixture.prefills:
-        serving_run._prefill = _without_prefills
+        leave_out_prefills()
     shapes = case.specs(mixture.T, jnp.bfloat16)
     # Tokens are flat, as after projections.
     flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
@@ -296,8 +308,8 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
                 one = mixture.W == 1 and mixture.pool in ("float32", "bfloat16")
-                runs = mixer_runs(loop, case.HV) if one else decode_runs(found.decodes)
-                runs = ring_runs(mixture, loop.regions) if mixture.replay else runs
+                runs = mixer_runs(loop, mixture, case.HV) if one else decode_runs(found.decodes)
+                runs = ring_runs(mixture, loop.regions) if "_ring_fwd" in launch else runs
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 

@@ -9,7 +9,8 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving import mixer as mixers
-from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.serving import mixer_launch
+from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
@@ -21,60 +22,97 @@ THOROUGH = dict(test_values=lambda case: case not in ("bfloat16", "channels"))
 
 
 pytestmark = pytest.mark.interpreted
+# What rings hold of tokens.
+RING = ("keys", "writes", "gates")
 # Key heads, value heads and what else differs.
 CASES = {
     "gated delta rule": (1, 2, dict()),
     "bfloat16": (1, 2, dict(dtype=jnp.bfloat16, pool=jnp.bfloat16, together=True)),
     "channels": (2, 2, dict(per_channel=True, pool=jnp.bfloat16)),
     "bound": (1, 3, dict(per_channel=True, together=True, bias=True)),
+    "ring": (2, 4, dict(pool=jnp.bfloat16, ring=True)),
+    "float32 ring": (1, 2, dict(ring=True)),
 }
 
 
 @pytest.fixture(autouse=True)
 def few_states_a_step(monkeypatch):
     """Let a grid step take four sequences of two value heads, so that there are several, and less to compile."""
-    monkeypatch.setattr(mixer_kernel, "_STATES", 8)
+    for name in ("_STATES", "_STATES_OF_RINGS"):
+        monkeypatch.setattr(mixer_launch, name, 8)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_values(case):
     H, HV, options = CASES[case]
-    mixer, conv, states = mixer_suite.make(H, HV, **options)
-    assert mixers.fits(mixer, conv, states, mixer_suite.slots())
-    o, conv_after, after = mixer_suite.decode(mixer, conv, states)
-    want_o, want_conv, want = mixer_suite.reference(mixer, conv, states)
-    assert_close("o", o, want_o, TOLERANCE[o.dtype.name])
-    assert_close("states", after, want, TOLERANCE[states.dtype.name])
+    mixer, conv, pool = mixer_suite.make(H, HV, **options)
+    assert mixers.fits(mixer, conv, pool, mixer_suite.slots())
+    o, conv_after, after = mixer_suite.decode(mixer, conv, pool)
+    want_o, want_conv, want = mixer_suite.reference(mixer, conv, mixer_suite.all_states(pool))
+    # Over a ring a decode goes on from the state that it folds as the pool keeps it.
+    kind = pool.states.dtype if pool.replay else o.dtype
+    assert_close("o", o, want_o, TOLERANCE[kind.name])
+    assert_close("states", mixer_suite.all_states(after), want, TOLERANCE[pool.states.dtype.name])
     for have, want in zip(conv_after, want_conv, strict=True):
         np.testing.assert_array_equal(np.asarray(have, np.float64), want)
     untouched = np.setdiff1d(np.arange(mixer_suite.SLOTS), mixer_suite.NAMED[: mixer_suite.DECODES])
-    np.testing.assert_array_equal(after[untouched], states[untouched])
+    for have, before in zip(jax.tree.leaves(after), jax.tree.leaves(pool), strict=True):
+        assert np.asarray(have[untouched]).tobytes() == np.asarray(before[untouched]).tobytes()
 
 
-def test_one_sequence_is_not_finite():
-    mixer, conv, states = mixer_suite.make(1, 2)
-    clean = mixer_suite.decode(mixer, conv, states)
+def test_rings_of_other_slots():
+    """A sequence that starts in another slot than it ends in leaves a state with a ring of one token."""
+    mixer, conv, pool = mixer_suite.make(1, 2, ring=True)
+    read = mixer_suite.NAMED.copy()
+    read[[0, 5, 7]] = 2, 11, -1
+    named = mixer_suite.slots()._replace(read_indices=jnp.asarray(read))
+    o, _, after = mixer_suite.decode(mixer, conv, pool, named=named)
+    want_o, _, want = mixer_suite.reference(mixer, conv, mixer_suite.all_states(pool), read)
+    assert_close("o", o, want_o, TOLERANCE["float32"])
+    assert_close("states", mixer_suite.all_states(after), want, TOLERANCE["float32"])
+    # Of twelve sequences these have a token and a slot.
+    counts, drafts = mixer_suite.COUNTS.copy(), np.minimum(mixer_suite.COUNTS, 1)
+    for n in (0, 2, 5, 6, 7, 8, 9, 10):
+        slot, stays = mixer_suite.NAMED[n], read[n] == mixer_suite.NAMED[n] and mixer_suite.CONTINUES[n]
+        counts[slot] = 1 + (counts[slot] % mixer_suite.L if stays else 0)
+        drafts[slot] = 1
+    np.testing.assert_array_equal(after.count, counts)
+    np.testing.assert_array_equal(after.drafts, drafts)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_one_sequence_is_not_finite(ring):
+    mixer, conv, pool = mixer_suite.make(1, 2, ring=ring)
+    clean = mixer_suite.decode(mixer, conv, pool)
     # The token of the first sequence, a state and the inputs of others, and the slot of one that starts from zeros.
     x = tuple(y.at[0].set(jnp.nan) for y in mixer.x)
     bad = lambda y: y.at[np.array([3, 15])].set(jnp.nan)
-    o, conv_after, after = mixer_suite.decode(mixer._replace(x=x), tuple(map(bad, conv)), bad(states))
+    pool = pool._replace(**{name: bad(getattr(pool, name)) for name in ("states", *(RING if ring else ()))})
+    o, conv_after, after = mixer_suite.decode(mixer._replace(x=x), tuple(map(bad, conv)), pool)
     hit, slots = np.array([0, 2]), np.array([7, 3])
     assert np.isnan(o[hit]).all(axis=1).all()
-    for have, want, of in ((o, clean[0], hit), (after, clean[2], slots), (conv_after[0], clean[1][0], slots)):
+    states = [mixer_suite.all_states(x) for x in (after, clean[2])]
+    for have, want, of in ((o, clean[0], hit), (*states, slots), (conv_after[0], clean[1][0], slots)):
         others = np.setdiff1d(np.arange(len(want)), of)
         np.testing.assert_array_equal(have[others], want[others])
 
 
-@pytest.mark.parametrize("broken", [[5, -3, 2**31 - 1, -(2**31)], [9, 9, 0, 40]])
-def test_boundaries_and_counts_may_be_anything(broken):
+@pytest.mark.parametrize(("broken", "ring"), [([5, -3, 2**31 - 1, -(2**31)], False), ([9, 9, 0, 40], True)])
+def test_boundaries_and_counts_may_be_anything(broken, ring):
     """A kernel that read past the end of an array would halt its core."""
-    mixer, conv, states = mixer_suite.make(1, 2)
+    mixer, conv, pool = mixer_suite.make(1, 2, ring=ring)
+    if ring:
+        pool = pool._replace(count=jnp.asarray(np.resize([2**31 - 1, -5], mixer_suite.SLOTS), jnp.int32))
     boundaries = (broken * 4)[:13]
     slots = mixer_suite.slots()._replace(num_decodes=jnp.int32(2**31 - 1), num_sequences=jnp.int32(99))
-    o, _, after = mixer_suite.decode(mixer, conv, states, boundaries, slots)
+    o, _, after = mixer_suite.decode(mixer, conv, pool, boundaries, slots)
     assert o.shape == (12, 256)
-    assert np.isfinite(o).all()
-    assert np.isfinite(after).all()
+    if ring:
+        counts = np.asarray(after.count)
+        assert ((counts <= mixer_suite.L) | (counts == 2**31 - 1)).all()
+    else:
+        assert np.isfinite(o).all()
+        assert np.isfinite(after.states).all()
 
 
 # Gates per channel, a delta rule, and the type of the pool.
@@ -84,8 +122,8 @@ RULES = [(False, True, jnp.bfloat16), (True, False, jnp.float32)]
 @pytest.mark.parametrize(("per_channel", "delta", "dtype"), RULES)
 def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
     used = []
-    launch = mixer_kernel.launch
-    monkeypatch.setattr(mixer_kernel, "launch", lambda *args: (used.append(args), launch(*args))[1])
+    launch = mixer_launch.launch
+    monkeypatch.setattr(mixer_launch, "launch", lambda *args: (used.append(args), launch(*args))[1])
     x = make_inputs(B=3, T=1, H=1, HV=2, K=128, V=128, per_channel=per_channel)
     x = {name: y for name, y in x.items() if delta or name != "beta"}
     pool = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, 128, 128)), dtype)
@@ -101,45 +139,53 @@ def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
 
 
 def test_what_it_does_not_take():
-    mixer, conv, states = mixer_suite.make(1, 2)
-    slots = mixer_suite.slots()
-    assert not mixers.fits(mixer, conv, states.astype(jnp.float16), slots)
-    assert not mixers.fits(mixer, conv, states, slots._replace(num_accepted_tokens=slots.state_indices))
-    assert not mixers.fits(mixer, conv, states, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
+    mixer, conv, pool = mixer_suite.make(1, 2, ring=True)
+    slots, plain = mixer_suite.slots(), StatePool(pool.states)
+    assert not mixers.fits(mixer, conv, StatePool(pool.states.astype(jnp.float16)), slots)
+    assert not mixers.fits(mixer, conv, plain, slots._replace(num_accepted_tokens=slots.state_indices))
+    assert not mixers.fits(mixer, conv, plain, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
     other = mixer._replace(static=mixer.static._replace(K=64, H=2))
-    assert not mixers.fits(other, conv, states, slots)
+    assert not mixers.fits(other, conv, plain, slots)
+    # Decodes of several tokens have several slots of the convolution for a ring.
+    assert not mixers.fits(mixer, tuple(jnp.concatenate([y, y]) for y in conv), pool, slots)
+    # A token of one head of 16 bits is half a row.
+    half = {name: getattr(pool, name).astype(jnp.bfloat16) for name in ("states", "keys", "writes")}
+    assert not mixers.fits(mixer, conv, pool._replace(**half), slots)
 
 
 # The most operations of a kernel: an engine compiles some twenty numbers of tokens before it serves.
-OPERATIONS = [(dict(pool=jnp.bfloat16), 1_950), (dict(pool=jnp.bfloat16, per_channel=True), 2_400), (dict(), 2_750)]
+OPERATIONS = [
+    (dict(pool=jnp.bfloat16), 1_950), (dict(pool=jnp.bfloat16, per_channel=True), 2_400), (dict(), 2_750),
+    (dict(pool=jnp.bfloat16, ring=True), 5_000),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "most"), OPERATIONS)
 def test_operations(options, most, monkeypatch):
     monkeypatch.undo()
-    mixer, conv, states = mixer_suite.make(2, 4, **options)
+    mixer, conv, pool = mixer_suite.make(2, 4, **options)
     args = jnp.asarray(mixer_suite.BOUNDARIES), mixer_suite.slots()
-    (launch,) = traced.launches(lambda *pools: mixers.decode(mixer, *pools, *args), conv, states)
+    (launch,) = traced.launches(lambda *pools: mixers.decode(mixer, *pools, *args), conv, pool)
     assert 0.8 * most < launch.operations <= most
 
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("case", ["bfloat16", "channels"])
+@pytest.mark.parametrize("case", ["bfloat16", "channels", "ring"])
 def test_compiles_as_one_launch(case, chip):
     H, HV, options = CASES[case]
-    mixer, conv, states = mixer_suite.make(H, HV, **options)
+    mixer, conv, pool = mixer_suite.make(H, HV, **options)
 
     def run(arrays, *args):
         return mixers.decode(arrays._replace(static=mixer.static), *args)
 
     arrays = mixer._replace(static=None)
-    specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, states))
+    specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, pool))
     step = jax.tree.map(
         lambda y: spec(*y.shape, dtype=y.dtype), (jnp.asarray(mixer_suite.BOUNDARIES), mixer_suite.slots())
     )
     program = compile_for(run, *specs, *step, chip=chip, auto_layout=True, donate_argnums=(1, 2))
     assert len(launches(program.as_text())) == 1
     # The pools are updated in place.
-    assert program.memory_analysis().temp_size_in_bytes < states.nbytes
+    assert program.memory_analysis().temp_size_in_bytes < pool.states.nbytes

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
-from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.serving import mixer_launch
 from chunkwise.shared.testing.compare import assert_close
 
 CONFIGS = {
@@ -21,7 +21,7 @@ SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 @pytest.fixture(autouse=True)
 def few_states_a_step(monkeypatch):
     """Let a grid step take two sequences, so that there are several, and less to compile."""
-    monkeypatch.setattr(mixer_kernel, "_STATES", 4)
+    monkeypatch.setattr(mixer_launch, "_STATES", 4)
 
 
 def step(name, decodes):

@@ -11,6 +11,7 @@ from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.serving.mixer import Mixer, in_one_launch, static_of
+from chunkwise.shared.serving.state_pool import StatePool
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
 # The pools of the convolution and of the operator, and the output.
@@ -141,7 +142,7 @@ def _delta_rule(
         () if bias is None else (bias,), A_log, dt_bias,
     )  # fmt: skip
     slots = Slots(**{name: step[name] for name in Slots._fields})
-    make = lambda o, convolved, states: ((convolved[0], states), o)
+    make = lambda o, convolved, pool: ((convolved[0], pool.states), o)
     return in_one_launch(
-        mixer, ((pools[0],), pools[1]), step["cu_seqlens"], slots, implementation, one_after_the_other, make
+        mixer, ((pools[0],), StatePool(pools[1])), step["cu_seqlens"], slots, implementation, one_after_the_other, make
     )

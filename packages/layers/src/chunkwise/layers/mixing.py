@@ -17,6 +17,7 @@ from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.serving.mixer import Mixer, decode, static_of, takes_mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
+from chunkwise.shared.serving.state_pool import StatePool
 
 
 def delta_rule(run: running.Run, x: jax.Array) -> Callable[..., running.Mixed]:
@@ -80,11 +81,11 @@ def over_token(
     def together(tokens, cache, *_):
         rows = lambda n: jnp.arange(n, dtype=jnp.int32)
         slots = Slots(rows(B), num_decodes=jnp.int32(B))
-        o, conv, state = decode(Mixer(mixer.static, *tokens), cache.conv, cache.state, rows(B + 1), slots)
-        return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, state)
+        o, conv, pool = decode(Mixer(mixer.static, *tokens), cache.conv, StatePool(cache.state), rows(B + 1), slots)
+        return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, pool.states)
 
     slots = Slots(jax.ShapeDtypeStruct((B,), jnp.int32))
-    if not takes_mixer(mixer, (before.conv, before.state), slots, run.implementation):
+    if not takes_mixer(mixer, (before.conv, StatePool(before.state)), slots, run.implementation):
         return others(*tree)
     # The gradient is taken from the other form, because one token is not worth a backward kernel. `mixer` is made of
     # the other arguments, which get it.

@@ -359,16 +359,17 @@ class Serving:
     def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:
         """Return the normed output of a layer and its pool; one launch makes them if the step has only decodes."""
         pool = state_pool.as_pool(self.pool.state)
-        if self.sharding is not None or division.is_split(*self.pool.conv) or not pool.is_array:
+        if self.sharding is not None or division.is_split(*self.pool.conv) or (self.decode_tokens or 1) > 1:
             return one_after_the_other()
         slots = {name: self._slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
 
-        def make(o, conv, states) -> Mixed:
-            state = pool._replace(states=states) if pool is self.pool.state else states
+        def make(o, conv, after) -> Mixed:
+            # A pool is returned as it came.
+            state = after if pool is self.pool.state else after.states
             return o.reshape(1, -1, mixer.static.HV, mixer.static.V), Cache(conv, state)
 
         return in_one_launch(
-            mixer, (self.pool.conv, pool.states), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,
+            mixer, (self.pool.conv, pool), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,
             one_after_the_other, make,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from chunkwise.shared.kernels import chunking, launcher, pools, tiles
 from chunkwise.shared.plain import recurrence
 from chunkwise.shared.serving import decode_kernel, mixer, slot_rows
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving.state_pool import StatePool
 
 
 def check_states(x: Arguments) -> None:
@@ -126,8 +127,8 @@ def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
     every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-    if static.single and (found := mixer.decode_rule(static, x, pool, starts, every)) is not None:
-        return found
+    if static.single and (found := mixer.decode_rule(static, x, StatePool(pool), starts, every)) is not None:
+        return found[0], found[1].states
     return decode_kernel.launch(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
 
 

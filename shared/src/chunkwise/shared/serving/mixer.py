@@ -15,9 +15,10 @@ from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.serving import mixer_kernel, step_table
+from chunkwise.shared.serving import mixer_launch, step_table
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic, OutputNorm
+from chunkwise.shared.serving.state_pool import StatePool
 
 
 def static_of(
@@ -34,35 +35,37 @@ def static_of(
     return MixerStatic(H, HV, K, V, K**-0.5, activation.law, step_size, True, "silu", norm, "decode_mixer_fwd")
 
 
-def fits(x: Mixer, conv: tuple[jax.Array, ...], states, slots: Slots) -> bool:
+def fits(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -> bool:
     """Return whether one launch takes decodes of a layer over these pools, which may be of any kind and shape."""
     s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1]
     agree = (
-        hasattr(states, "dtype")
-        and states.shape[1:] == (s.HV, s.K, s.V)
+        hasattr(pool.states, "dtype")
+        and pool.states.shape[1:] == (s.HV, s.K, s.V)
         and sum(channels) == 2 * s.H * s.K + s.HV * s.V
         and [y.shape for y in x.weight] == [(n, W) for n in channels]
         and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels]
+        # Over rings the convolutions have as many slots for each state as decodes have tokens.
+        and (not pool.replay or all(y.shape[0] == pool.shape[0] for y in conv))
     )
-    return agree and _one_slot_each(slots) and _takes(x, conv, states, slots)
+    return agree and _one_slot_each(slots) and _takes(x, conv, pool, slots)
 
 
 def decode(
-    x: Mixer, conv: tuple[jax.Array, ...], states: jax.Array, cu_seqlens: jax.Array, slots: Slots
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
+) -> tuple[jax.Array, tuple[jax.Array, ...], StatePool]:
     """Return the output [T, HV V] of a step of decodes alone, and the pools; it must fit."""
-    o, conv, states = mixer_kernel.launch(x, conv, states, cu_seqlens, _column(slots))
-    return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], conv, states
+    o, conv, pool = mixer_launch.launch(x, conv, pool, cu_seqlens, _column(slots))
+    return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], conv, pool
 
 
 def in_one_launch(
     x: Mixer,
-    pools: tuple[tuple[jax.Array, ...], jax.Array],
+    pools: tuple[tuple[jax.Array, ...], StatePool],
     cu_seqlens: jax.Array,
     slots: Slots,
     implementation: str | None,
     otherwise: Callable[[], Any],
-    make: Callable[[jax.Array, tuple[jax.Array, ...], jax.Array], Any],
+    make: Callable[[jax.Array, tuple[jax.Array, ...], StatePool], Any],
 ) -> Any:
     """Return the result of a serving step: by one launch if all of its sequences decode, else otherwise().
 
@@ -86,7 +89,7 @@ def in_one_launch(
 
 
 def takes_mixer(
-    x: Mixer, pools: tuple[tuple[jax.Array, ...], jax.Array], slots: Slots, implementation: str | None
+    x: Mixer, pools: tuple[tuple[jax.Array, ...], StatePool], slots: Slots, implementation: str | None
 ) -> bool:
     """Return whether one launch is for a mixer whose operator has this implementation, and takes it."""
     name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
@@ -94,14 +97,14 @@ def takes_mixer(
 
 
 def decode_rule(
-    static: DecodeStatic, x: Arguments, pool: jax.Array, cu_seqlens: jax.Array, slots: Slots
-) -> tuple[jax.Array, jax.Array] | None:
+    static: DecodeStatic, x: Arguments, pool: StatePool, cu_seqlens: jax.Array, slots: Slots
+) -> tuple[jax.Array, StatePool] | None:
     """Return the output of decodes of one token, like v, and the pool; None where the kernel does not take them.
 
     Args:
       static: of the decode.
       x: prepared arguments, as `decode_kernel.launch` takes them.
-      pool: [slots, HV, K, V].
+      pool: of states.
       cu_seqlens, slots: of the sequences, of which those that decode come first.
     """
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
@@ -118,9 +121,9 @@ def decode_rule(
     return o.reshape(x.v.shape), pool
 
 
-def _takes(x: Mixer, conv: tuple[jax.Array, ...], states, slots: Slots) -> bool:
+def _takes(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -> bool:
     """Return whether the kernel takes tokens of these sizes."""
-    return mixer_kernel.sequences_a_step(x, conv, states, slots.state_indices.shape[0]) is not None
+    return mixer_launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None
 
 
 def _one_slot_each(slots: Slots) -> bool:

@@ -7,138 +7,50 @@ so that XLA does nothing around the launch.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared import tuning
-from chunkwise.shared.call.arguments import Slots
-from chunkwise.shared.kernels import launcher, packed, pools, tiles
-from chunkwise.shared.serving import mixer_tile
-from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
+from chunkwise.shared.kernels import packed, pools, tiles
+from chunkwise.shared.serving import mixer_ring, mixer_tile
+from chunkwise.shared.serving.mixer_refs import MixerRefs
+from chunkwise.shared.serving.mixer_tile import MixerStatic
 
 # Buffers of a group of sequences, in turn.
-_BUFFERS = 2
-# The rows of the table in scalar memory.
-_START, _SOURCE, _TARGET = range(3)
-# Channels may come in so many arrays: queries, keys and values by themselves, or in one.
-_ARRAYS = 3
-# The states that a grid step works on at most, and the most value heads: each is code.
-_STATES = 32
-_MOST_HEADS = 64
+BUFFERS = 2
+# The numbers of a sequence in the table in scalar memory, the last of which is of rings alone.
+_START, _SOURCE, _TARGET, _PLACE = range(4)
+NUMBERS = 4
+# Sequences that go into the table together.
+_UNROLLED = 4
 
 
-class MixerRefs(NamedTuple):
-    """The Refs of the kernel. Channels are those of queries, keys and values, in one array or in three.
-
-    Attributes:
-      boundaries: int32 [N + 1].
-      write, read: int32 [N], slots as the call has them.
-      continues: int32 [N], 0 for a sequence that starts from zeros, or None.
-      decodes, sequences: int32 [1], the counts of the call.
-      x0, x1, x2: [T, channels], inputs of the convolution.
-      g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
-      w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], of the convolution.
-      A_log, dt_bias, norm: [1, lanes], or None.
-      conv0, conv1, conv2, states: the pools.
-      o: [T, HV V].
-      table: int32 [3, sequences] in scalar memory: the token of a sequence, and its slots, below 0 for none.
-      taps: float32 [W, channels of all arrays], the weights with channels in the lanes.
-      tokens: float32 [T, lanes], all that tokens bring, side by side; each in whole registers.
-      rows: float32 [n, lanes], of the sequences of a grid step.
-      outputs: float32 [T + 1, HV V], whose last row is of tokens that do not exist.
-      in0, in1, in2, out0, out1, out2, before, after: buffers of slots, [2, n, ...].
-      parts: float32 [HV 8 n, K], what is multiplied by states; products: float32 [HV 8 n, V].
-      made: float32 [n, HV V], what the delta rule writes.
-      reads, stores: semaphores of the copies, [2].
-    """
-
-    boundaries: jax.Ref
-    write: jax.Ref
-    read: jax.Ref
-    continues: jax.Ref
-    decodes: jax.Ref
-    sequences: jax.Ref
-    x0: jax.Ref
-    x1: jax.Ref
-    x2: jax.Ref
-    g: jax.Ref
-    beta: jax.Ref
-    z: jax.Ref
-    w0: jax.Ref
-    w1: jax.Ref
-    w2: jax.Ref
-    b0: jax.Ref
-    b1: jax.Ref
-    b2: jax.Ref
-    A_log: jax.Ref
-    dt_bias: jax.Ref
-    norm: jax.Ref
-    conv0: jax.Ref
-    conv1: jax.Ref
-    conv2: jax.Ref
-    states: jax.Ref
-    o: jax.Ref
-    conv0_out: jax.Ref
-    conv1_out: jax.Ref
-    conv2_out: jax.Ref
-    states_out: jax.Ref
-    table: jax.Ref
-    taps: jax.Ref
-    tokens: jax.Ref
-    rows: jax.Ref
-    outputs: jax.Ref
-    in0: jax.Ref
-    in1: jax.Ref
-    in2: jax.Ref
-    out0: jax.Ref
-    out1: jax.Ref
-    out2: jax.Ref
-    before: jax.Ref
-    after: jax.Ref
-    parts: jax.Ref
-    products: jax.Ref
-    made: jax.Ref
-    reads: jax.Ref
-    stores: jax.Ref
-
-    def arrays(self, name: str, suffix: str = "") -> list[jax.Ref]:
-        """Return the Refs of a name, one for every array of channels."""
-        found = (getattr(self, f"{name}{i}{suffix}") for i in range(_ARRAYS))
-        return [ref for ref in found if ref is not None]
-
-    @property
-    def lanes(self) -> dict[str, slice]:
-        """Where in `tokens` is what: the channels, one array after the other, and the gates."""
-        found, at = {}, 0
-        for name in ("x0", "x1", "x2", "g", "beta", "z"):
-            if (ref := getattr(self, name)) is not None:
-                found[name] = slice(at, at + ref.shape[1])
-                at += packed.pad_lanes(ref.shape[1])
-        return found
-
-
-def _mixer_kernel(refs: MixerRefs, s: MixerStatic):
+def mixer_kernel(refs: MixerRefs, s: MixerStatic):
+    """Run the sequences of a grid step."""
     i, n = pl.program_id(0), refs.rows.shape[0]
-    last = refs.table.shape[1] // n - 1
+    last = refs.table.shape[0] // (n * NUMBERS) - 1
 
     @pl.when(i == 0)
     def _():
+        if refs.has_rings:
+            _copy_counts(refs)
         _fill_table(refs)
         _load_tokens(refs)
         _copy_slots(refs, i, pools.start)
 
     # A buffer is written to again when its copies have gone out.
-    pl.when(i >= _BUFFERS)(lambda: _copy_slots(refs, i - _BUFFERS, pools.wait, out=True))
+    pl.when(i >= BUFFERS)(lambda: _copy_slots(refs, i - BUFFERS, pools.wait, out=True))
     pl.when(i < last)(lambda: _copy_slots(refs, i + 1, pools.start))
     _copy_slots(refs, i, pools.wait)
     _clear_new(refs, i)
+    if refs.has_rings:
+        _fold_rings(refs, s, i)
     _run_sequences(refs, s, i)
-    _copy_slots(refs, i, pools.start, out=True)
 
     @pl.when(i == last)
     def _():
@@ -146,14 +58,26 @@ def _mixer_kernel(refs: MixerRefs, s: MixerStatic):
         _copy_slots(refs, i, pools.wait, out=True)
         T = refs.o.shape[0]
         refs.o[...] = refs.outputs[:T].astype(refs.o.dtype)
+        if refs.has_rings:
+            _copy_counts(refs, out=True)
+
+
+def _copy_counts(refs: MixerRefs, out: bool = False) -> None:
+    """Copy the numbers of tokens of all rings to scalar memory, or with `out` back."""
+    pairs = (refs.count_out, refs.counts), (refs.drafts_out, refs.drafts_of)
+    copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.counting) for ends in pairs]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
 
 
 def _fill_table(refs: MixerRefs) -> None:
     """Fill the table of sequences, total on any int32: tokens lie within the stream, and slots within the pools."""
     N, T = refs.write.shape[0], jnp.int32(refs.o.shape[0])
-    slots = jnp.int32(min(pool.shape[0] for pool in (refs.states_out, *refs.arrays("conv", "_out"))))
+    slots = jnp.uint32(min(pool.shape[0] for pool in (refs.states_out, *refs.arrays("conv", "_out"))))
     least = jnp.minimum(refs.decodes[0], refs.sequences[0])
-    existing = lambda slot: jnp.where((slot >= 0) & (slot < slots), slot, jnp.int32(-1))
+    existing = lambda slot: jnp.where(lax.lt(lax.bitcast_convert_type(slot, jnp.uint32), slots), slot, jnp.int32(-1))
 
     def fill(n, begin):
         inside = jnp.minimum(n, jnp.int32(N - 1))
@@ -163,13 +87,31 @@ def _fill_table(refs: MixerRefs) -> None:
         source = existing(refs.read[inside])
         if refs.continues is not None:
             source = jnp.where(refs.continues[inside] > 0, source, jnp.int32(-1))
-        refs.table[_START, n] = jnp.where(some, begin, T)
-        refs.table[_SOURCE, n] = jnp.where(some, source, jnp.int32(-1))
-        refs.table[_TARGET, n] = jnp.where(some, existing(refs.write[inside]), jnp.int32(-1))
+        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_START)] = jnp.where(some, begin, T)
+        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_SOURCE)] = source = jnp.where(some, source, jnp.int32(-1))
+        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_TARGET)] = target = jnp.where(
+            some, existing(refs.write[inside]), jnp.int32(-1)
+        )
+        if refs.has_rings:
+            _count_tokens(refs, n, source, target)
         return end
 
     first = jnp.clip(refs.boundaries[0], jnp.int32(0), T)
-    lax.fori_loop(jnp.int32(0), jnp.int32(refs.table.shape[1]), fill, first)
+    lax.fori_loop(np.int32(0), np.int32(refs.table.shape[0] // NUMBERS), fill, first, unroll=_UNROLLED)
+
+
+def _count_tokens(refs: MixerRefs, n, source, target) -> None:
+    """Put into the table what a decode of one token does with its ring, and count its token."""
+    L = jnp.int32(refs.ring_gate.shape[2])
+    kept = jnp.clip(refs.counts[jnp.maximum(source, jnp.int32(0))], jnp.int32(0), L)
+    kept = jnp.where(source >= 0, kept, jnp.int32(0))
+    stays = (kept < L) & (source == target)
+    refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_PLACE)] = jnp.where(stays, kept, jnp.int32(-1) - kept)
+
+    @pl.when(target >= 0)
+    def _():
+        refs.counts[target] = jnp.where(stays, kept, jnp.int32(0)) + jnp.int32(1)
+        refs.drafts_of[target] = jnp.int32(1)
 
 
 def _load_tokens(refs: MixerRefs) -> None:
@@ -185,64 +127,128 @@ def _load_tokens(refs: MixerRefs) -> None:
     refs.outputs[...] = jnp.zeros_like(refs.outputs)
 
 
-def _each(refs: MixerRefs, i, act) -> None:
-    """Call act(place in the buffer, sequence) for the sequences of grid step i, both int32."""
+def _numbers(refs: MixerRefs, number: int, i) -> list[jax.Array]:
+    """Return a number of the table for each of the sequences of grid step i; the table has a sequence after another."""
     n = refs.rows.shape[0]
-    for place in range(n):
-        act(jnp.int32(place), i * jnp.int32(n) + jnp.int32(place))
+    first = i * jnp.int32(n * NUMBERS)
+    return [refs.table[first + jnp.int32(place * NUMBERS + number)] for place in range(n)]
 
 
 def _buffer(i) -> jax.Array:
-    return jnp.bitwise_and(i, jnp.int32(_BUFFERS - 1))
+    return jnp.bitwise_and(i, jnp.int32(BUFFERS - 1))
 
 
-def _copy_slots(refs: MixerRefs, i, act, out: bool = False) -> None:
-    """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes."""
-    b, kind = _buffer(i), "out" if out else "in"
-    buffers = refs.after if out else refs.before, *refs.arrays(kind)
-    row, semaphores = (_TARGET, refs.stores) if out else (_SOURCE, refs.reads)
+def _copy_slots(refs: MixerRefs, i, act, *only: str, out: bool = False) -> None:
+    """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes.
 
-    def copy(place, sequence):
-        slot = refs.table[row, sequence]
+    With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates".
+    """
+    b = _buffer(i)
+    number, semaphores = (_TARGET, refs.stores) if out else (_SOURCE, refs.reads)
+    # What is read for a copy under a condition takes longer.
+    slots, places = _numbers(refs, number, i), _numbers(refs, _PLACE, i)
+
+    def copy(n, slot, place):
+        def move(kind):
+            for pool, buffer in _ends(refs, kind, slot, place, out):
+                ends = pool, buffer.at[b, jnp.int32(n)]
+                act(pltpu.make_async_copy(*(ends[::-1] if out else ends), semaphores.at[b]))
 
         @pl.when(slot >= 0)
         def _():
-            for pool, buffer in zip((refs.states_out, *refs.arrays("conv", "_out")), buffers, strict=True):
-                ends = pool.at[slot], buffer.at[b, place]
-                act(pltpu.make_async_copy(*(ends[::-1] if out else ends), semaphores.at[b]))
+            for kind in only or refs.kinds:
+                if kind == "states" and out and refs.has_rings:
+                    pl.when(place < 0)(lambda: move("states"))
+                else:
+                    move(kind)
 
-    _each(refs, i, copy)
+    for n, ends in enumerate(zip(slots, places, strict=True)):
+        copy(n, *ends)
+
+
+def _ends(refs: MixerRefs, kind: str, slot, place, out: bool) -> list[tuple[jax.Ref, jax.Ref]]:
+    """Return what is copied of a slot, and the buffers of all sequences that it is copied to or from."""
+    if kind == "conv":
+        conv = zip(refs.arrays("conv", "_out"), refs.arrays("out" if out else "in"), strict=True)
+        return [(pool.at[slot], buffer) for pool, buffer in conv]
+    if kind == "states":
+        return [(refs.states_out.at[slot], refs.after if out else refs.before)]
+    pool, before, after = {
+        "keys": (refs.keys_out, refs.ring_key, refs.new_key),
+        "writes": (refs.writes_out, refs.ring_write, refs.new_write),
+        "gates": (refs.gates_out, refs.ring_gate, refs.new_gate),
+    }[kind]
+    if not out or kind == "gates":
+        return [(pool.at[slot], after if out else before)]
+    # The rows of a token are one after the other.
+    rows = after.shape[2]
+    first = pl.multiple_of(jnp.maximum(place, jnp.int32(0)) * jnp.int32(rows), rows)
+    return [(pool.at[slot, pl.ds(first, rows)], after)]
 
 
 def _clear_new(refs: MixerRefs, i) -> None:
     """Put zeros where a sequence starts from none: a freed slot may hold anything."""
-    b = _buffer(i)
+    b, slots = _buffer(i), _numbers(refs, _SOURCE, i)
 
-    def clear(place, sequence):
-        @pl.when(refs.table[_SOURCE, sequence] < 0)
+    # One branch passes by all of them.
+    @pl.when(functools.reduce(jnp.minimum, slots) < 0)
+    def _():
+        for place, slot in enumerate(slots):
+            pl.when(slot < 0)(functools.partial(_clear_state, refs, b, jnp.int32(place)))
+
+
+def _clear_state(refs: MixerRefs, b, place) -> None:
+    for buffer in (refs.before, *refs.arrays("in")):
+        buffer[b, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+
+def _fold_rings(refs: MixerRefs, s: MixerStatic, i) -> None:
+    """Fold the rings of grid step i that are full, or whose sequence goes to another slot."""
+    b, n = _buffer(i), refs.rows.shape[0]
+
+    def fold(place, carry):
+        kept = jnp.int32(-1) - refs.table[(i * jnp.int32(n) + place) * jnp.int32(NUMBERS) + jnp.int32(_PLACE)]
+
+        @pl.when(kept >= 0)
         def _():
-            for buffer in (refs.before, *refs.arrays("in")):
-                buffer[b, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+            heads = mixer_tile.by_row(range(s.HV), s)
+            states = [refs.before[b, place, h] for h in heads]
+            ring = (x[b, place] for x in (refs.ring_key, refs.ring_write, refs.ring_gate))
+            folded = mixer_ring.fold(states, *ring, kept)
+            for h, S in zip(heads, folded, strict=True):
+                refs.before[b, place, h] = refs.after[b, place, h] = S
 
-    _each(refs, i, clear)
+        return carry
+
+    # Few sequences fold.
+    pl.when(functools.reduce(jnp.minimum, _numbers(refs, _PLACE, i)) < 0)(
+        lambda: lax.fori_loop(jnp.int32(0), jnp.int32(n), fold, None)
+    )
 
 
 def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
     """Run the tokens of the sequences of grid step i."""
-    b, n = _buffer(i), refs.rows.shape[0]
-    starts = [refs.table[_START, i * jnp.int32(n) + jnp.int32(place)] for place in range(n)]
+    b, starts = _buffer(i), _numbers(refs, _START, i)
+    # The tokens of rings that are read, where that of each sequence goes.
+    counts = [jnp.maximum(x, jnp.int32(0)) for x in _numbers(refs, _PLACE, i)] if refs.has_rings else None
     for place, start in enumerate(starts):
         refs.rows[place : place + 1, :] = refs.tokens[pl.ds(start, 1), :]
     channels = [x for j in range(len(refs.arrays("x"))) for x in _channels(refs, s, b, j)]
+    # Copies go out as soon as they can, so that they start while there is something to compute.
+    store = functools.partial(_copy_slots, refs, i, pools.start, out=True)
+    store("conv")
     q, k, v = (
         _by_head(channels, *heads) for heads in ((0, s.H, s.K), (s.H * s.K, s.H, s.K), (2 * s.H * s.K, s.HV, s.V))
     )
     if s.normalise:
         q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
     q = [x * jnp.float32(s.scale) for x in q]
-    decays = _decays(refs, s)
+    gates = _gates(refs, s)
+    decays = [jnp.exp(x) for x in gates]
+    if refs.has_rings:
+        _append_keys(refs, s, b, counts, k, gates)
     beta = None if refs.beta is None else mixer_tile.step_size(refs.rows[:, refs.lanes["beta"]], s)
-    S_k, S_q = _read_states(refs, s, b, q, k, decays)
+    S_k, S_q = _read_states(refs, s, b, counts, q, k, decays)
     for h in range(s.HV):
         at = slice(h * s.V, (h + 1) * s.V)
         new = v[h] if beta is None else beta[:, h : h + 1] * (v[h] - S_k[h])
@@ -256,7 +262,17 @@ def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
         refs.rows[:, at] = o
     for place, start in enumerate(starts):
         refs.outputs[pl.ds(start, 1), :] = refs.rows[place : place + 1, : s.HV * s.V]
-    for place in range(n):
+    if refs.has_rings:
+        made = [refs.made[:, h * s.V : (h + 1) * s.V] for h in mixer_tile.by_row(range(s.HV), s)]
+        refs.new_write[b] = jnp.stack(made, axis=1).astype(refs.new_write.dtype)
+    else:
+        _update_states(refs, s, b, k, decays)
+    store(*refs.kinds[1:])
+
+
+def _update_states(refs: MixerRefs, s: MixerStatic, b, k, decays) -> None:
+    """Put the states after the tokens of a grid step into the buffer that they are copied from."""
+    for place in range(refs.rows.shape[0]):
         one = slice(place, place + 1)
         for key in range(s.H):
             column = tiles.to_column(k[key][one][None])[0]
@@ -264,6 +280,15 @@ def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
                 S = refs.before[b, place, h].astype(jnp.float32)
                 S = mixer_tile.next_state(S, decays[h][one], column, refs.made[one, h * s.V : (h + 1) * s.V])
                 refs.after[b, place, h] = S.astype(refs.after.dtype)
+
+
+def _append_keys(refs: MixerRefs, s: MixerStatic, b, counts, k, gates) -> None:
+    """Put keys and gates of a grid step into the buffers that they are copied from to rings."""
+    refs.new_key[b] = jnp.stack(k, axis=1).astype(refs.new_key.dtype)
+    row = jnp.concatenate(mixer_tile.by_row(gates, s), axis=1)
+    for place, at in enumerate(counts):
+        refs.new_gate[b, place] = refs.ring_gate[b, place]
+        refs.new_gate[b, place, pl.ds(at, 1), :] = row[place : place + 1]
 
 
 def _channels(refs: MixerRefs, s: MixerStatic, b, j: int) -> list[jax.Array]:
@@ -287,139 +312,116 @@ def _by_head(channels: list[jax.Array], first: int, heads: int, D: int) -> list[
     return [jnp.concatenate(channels[at : at + width], axis=1) for at in starts]
 
 
-def _decays(refs: MixerRefs, s: MixerStatic) -> list[jax.Array]:
-    """Return the decays of every value head, [n, 1] or [n, K] each."""
+def _gates(refs: MixerRefs, s: MixerStatic) -> list[jax.Array]:
+    """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
     g = refs.rows[:, refs.lanes["g"]]
     A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in (refs.A_log, refs.dt_bias))
     size = g.shape[1] // s.HV
     if size == 1:
-        found = mixer_tile.decay(g, A_log, dt_bias, s)
+        found = mixer_tile.gate(g, A_log, dt_bias, s)
         return [found[:, h : h + 1] for h in range(s.HV)]
     part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
-    return [mixer_tile.decay(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)]
+    return [mixer_tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)]
 
 
-def _read_states(refs: MixerRefs, s: MixerStatic, b, q, k, decays) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return what keys and queries read of decayed states, [n, V] of every value head."""
+def _read_states(refs: MixerRefs, s: MixerStatic, b, counts, q, k, decays) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return what keys and queries read of decayed states, and of their rings, [n, V] of every value head."""
     n, per_channel = refs.rows.shape[0], decays[0].shape[1] > 1
-    S_k, S_q = [], []
-    for h in range(s.HV):
-        rows = [x[h // s.group] * decays[h] if per_channel else x[h // s.group] for x in (k, q)]
-        first = 8 * n * h
-        if refs.before.dtype == jnp.bfloat16:
-            # Row j n + i is part j of sequence i, so that a load with a stride has the rows of a sequence. The last two
-            # are zeros.
-            parts = [part for x in rows for part in mixer_tile.exact_parts(x)]
-            parts += [jnp.zeros_like(parts[0])] * (8 - len(parts))
-            for j, part in enumerate(parts):
-                refs.parts[first + j * n : first + (j + 1) * n, :] = part
-            for i in range(n):
-                some = refs.parts[pl.ds(first + i, 8, stride=n), :]
-                at = slice(first + 8 * i, first + 8 * (i + 1))
-                refs.products[at, :] = mixer_tile.read_on_matrix_unit(refs.before[b, i, h], some)
-            of_part = [refs.products[pl.ds(first + j, n, stride=8), :] for j in range(2 * mixer_tile.PARTS)]
-            found = sum(of_part[: mixer_tile.PARTS]), sum(of_part[mixer_tile.PARTS :])
-        else:
-            for i in range(n):
-                S = refs.before[b, i, h]
-                for j, x in enumerate(rows):
-                    refs.products[first + j * n + i : first + j * n + i + 1, :] = mixer_tile.read_on_vector_unit(
-                        S, x[i : i + 1]
+    on_matrix_unit = refs.before.dtype == jnp.bfloat16
+    rows = [[x[h // s.group] * decays[h] if per_channel else x[h // s.group] for x in (k, q)] for h in range(s.HV)]
+    if on_matrix_unit or refs.has_rings:
+        _split_rows(refs, s, rows)
+    # Heads with the same rows.
+    together = 1 if per_channel else s.group
+    found = []
+    start = scores = weights = None
+    if refs.has_rings:
+        scores = _score_rings(refs, s, b, counts)
+    for h in range(0, s.HV, together):
+        if h == s.HV // 2 // together * together and refs.has_rings:
+            start, weights = _weigh_rings(refs, s, b, counts, scores)
+        heads = range(h, h + together)
+        if on_matrix_unit:
+            _read_together(refs, s, b, heads)
+            continue
+        for j in heads:
+            first = 8 * n * j
+            for place in range(n):
+                S = refs.before[b, place, j]
+                for kind, x in enumerate(rows[j]):
+                    refs.products[first + kind * n + place : first + kind * n + place + 1, :] = (
+                        mixer_tile.read_on_vector_unit(S, x[place : place + 1])
                     )
-            found = (refs.products[first + j * n : first + (j + 1) * n, :] for j in range(2))
-        found = [x if per_channel else decays[h] * x for x in found]
-        S_k.append(found[0])
-        S_q.append(found[1])
-    return S_k, S_q
+    of_ring = _read_rings(refs, s, b, counts, weights) if refs.has_rings else None
+    for h in range(s.HV):
+        first = 8 * n * h
+        if on_matrix_unit:
+            of_part = [refs.products[pl.ds(first + j, n, stride=8), :] for j in range(2 * mixer_tile.PARTS)]
+            found.append([sum(of_part[0::2]), sum(of_part[1::2])])
+        else:
+            found.append([refs.products[first + j * n : first + (j + 1) * n, :] for j in range(2)])
+    if refs.has_rings:
+        found = [
+            [start[:, row : row + 1] * x + y for x, y in zip(found[h], of_ring[row], strict=True)]
+            for h, row in ((h, mixer_tile.row_of(h, s)) for h in range(s.HV))
+        ]
+    if not per_channel:
+        found = [[decay * x for x in some] for decay, some in zip(decays, found, strict=True)]
+    return [x for x, _ in found], [x for _, x in found]
 
 
-def sequences_a_step(x: Mixer, conv: tuple, states, N: int) -> int | None:
-    """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
-    s = x.static
-    whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
-    if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16):
-        return None
-    width, T, constants = x.lanes, _rows(x, N), jax.eval_shape(lambda: x.constants)
-    # Tokens come in, and are float32 beside one another. Outputs are float32, and go out.
-    fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
-    fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
-    slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
-    each = 2 * _BUFFERS * slot + 4 * (2 * width + 8 * s.HV * (s.K + s.V))
-    return next((n for n in sequences_of(s.HV) if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
+def _read_together(refs: MixerRefs, s: MixerStatic, b, heads) -> None:
+    """Put the products of parts of keys and queries with the states of value heads that have the same, into a buffer.
 
-
-def sequences_of(heads: int) -> list[int]:
-    """Return how many sequences of so many value heads a grid step may take, the best number first."""
-    return [n for n in (8, 4, 2, 1) if n * heads <= max(_STATES, heads)]
-
-
-def _rows(x: Mixer, N: int) -> int:
-    """Return how many tokens the kernel sees: as many as N decodes can have, in whole registers of every type."""
-    return min(x.x[0].shape[0], packed.round_up(N, 32))
-
-
-def launch(
-    x: Mixer, conv: tuple[jax.Array, ...], states: jax.Array, cu_seqlens: jax.Array, slots: Slots
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-    """Run the first tokens of a stream, those of its decodes.
-
-    Args:
-      x: the tokens of the stream, and the weights.
-      conv: pools [slots, W - 1, channels] of the convolution, one for every array of x.
-      states: the pool [slots, HV, K, V].
-      cu_seqlens: as the caller gave it.
-      slots: of the step; `state_indices` is [N], and a number of decodes is given.
-
-    Returns:
-      The outputs of the first tokens [rows, HV V], zeros where no decode has one, and the pools.
+    Their states lie beside one another, because the matrix unit of most chips has 256 columns.
     """
-    s, N = x.static, slots.state_indices.shape[0]
-    n, T = sequences_a_step(x, conv, states, N), _rows(x, N)
-    assert n is not None
-    groups, rows = -(-N // n), s.HV * s.V
-    count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
-    tables: dict[str, Any] = dict(
-        boundaries=cu_seqlens, write=slots.state_indices,
-        read=slots.state_indices if slots.read_indices is None else slots.read_indices,
-        continues=None if slots.has_initial_state is None else slots.has_initial_state.astype(jnp.int32),
-        decodes=count(slots.num_decodes), sequences=count(N if slots.num_sequences is None else slots.num_sequences),
-    )  # fmt: skip
-    held = {f"conv{j}": y for j, y in enumerate(conv)} | {"states": states}
-    first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = lambda y: pltpu.VMEM((_BUFFERS, n, *y.shape[1:]), y.dtype)
-    scratch: dict[str, Any] = dict(table=pltpu.SMEM((3, groups * n), jnp.int32), tokens=(T + 1, x.lanes))
-    scratch |= dict(rows=(n, x.lanes), outputs=(T + 1, rows))
-    if x.weight:
-        scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
-    scratch |= {f"{kind}{j}": buffer(y) for kind in ("in", "out") for j, y in enumerate(conv)}
-    scratch |= dict(before=buffer(states), after=buffer(states), parts=(s.HV * 8 * n, s.K))
-    scratch |= dict(products=(s.HV * 8 * n, s.V), made=(n, rows))
-    scratch |= {name: pltpu.SemaphoreType.DMA((_BUFFERS,)) for name in ("reads", "stores")}
-    out = launcher.launch(
-        functools.partial(_mixer_kernel, s=s),
-        MixerRefs,
-        name=s.name,
-        grid=(groups,),
-        dimension_semantics=("arbitrary",),
-        tables=tables,
-        inputs={name: (y, first((T, *y.shape[1:]))) for name, y in x.tokens.items()}
-        | {name: (y, first(y.shape)) for name, y in x.constants.items()}
-        | {name: (y, in_hbm) for name, y in held.items()},
-        outputs={"o": (first((T, rows)), (T, rows), x.x[-1].dtype)}
-        | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
-        scratch=scratch,
-        in_place={name: name for name in held},
-        cost_estimate=_cost(N, held, s),
-        # The table holds slots that exist, and tokens that the stream has.
-        in_bounds=True,
-    )
-    return out["o"], tuple(out[f"conv{j}"] for j in range(len(conv))), out["states"]
+    n = refs.rows.shape[0]
+    for place in range(n):
+        # The rows of a sequence.
+        some = refs.parts[pl.ds(mixer_tile.row_of(heads[0], s) * n + place, 8, stride=n * s.HV), :]
+        S = jnp.concatenate([refs.before[b, place, h] for h in heads], axis=1)
+        y = mixer_tile.read_on_matrix_unit(S, some)
+        for j, h in enumerate(heads):
+            first = 8 * (n * h + place)
+            refs.products[first : first + 8, :] = y[:, j * s.V : (j + 1) * s.V]
 
 
-def _cost(N: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
-    """Return what N decodes cost: a slot is read once and written once."""
-    slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
-    return pl.CostEstimate(
-        flops=7 * N * s.HV * s.K * s.V, transcendentals=8 * N * s.HV * s.V, bytes_accessed=2 * N * slot
-    )
+def _split_rows(refs: MixerRefs, s: MixerStatic, rows) -> None:
+    """Split keys and queries of every value head into parts, so that a load with a stride has the rows of a sequence.
+
+    Row (j HV + r H + h) n + i is part j of head h R + r of sequence i: parts of keys and queries in turn, then two of
+    zeros.
+    """
+    n = refs.rows.shape[0]
+    for h, some in enumerate(rows):
+        pairs = zip(*map(mixer_tile.exact_parts, some), strict=True)
+        parts = [part for pair in pairs for part in pair]
+        for j in range(8):
+            at = (j * s.HV + mixer_tile.row_of(h, s)) * n
+            refs.parts[at : at + n, :] = parts[j] if j < len(parts) else jnp.zeros_like(parts[0])
+
+
+def _score_rings(refs: MixerRefs, s: MixerStatic, b, counts) -> jax.Array:
+    """Return the products of keys and queries with the keys of rings, [n 2 HV, L H]."""
+    n = refs.rows.shape[0]
+    parts = mixer_ring.parts_of(refs.ring_key.dtype) * 2 * s.HV
+    rows = [refs.parts[pl.ds(place, parts, stride=n), :] for place in range(n)]
+    keys = [refs.ring_key[b, place] for place in range(n)]
+    return mixer_ring.score(rows, keys, [count * jnp.int32(s.H) for count in counts], s.HV)
+
+
+def _weigh_rings(refs: MixerRefs, s: MixerStatic, b, counts, scores) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
+    """Return what is left of states [n, HV], and the weights of the tokens of rings for keys and queries."""
+    gates = [mixer_ring.existing(refs.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
+    # Of keys and of queries.
+    left, start = mixer_ring.remaining([jnp.concatenate([x, x], axis=1) for x in gates], s.HV)
+    return start, mixer_ring.weigh(scores, left, s.HV, refs.ring_write.dtype)
+
+
+def _read_rings(refs: MixerRefs, s: MixerStatic, b, counts, weights) -> list[list[jax.Array]]:
+    """Return what keys and queries read of rings, [n, V], of every row [R, H]."""
+    n, rows = refs.rows.shape[0], 2 * s.HV
+    for place, (x, count) in enumerate(zip(weights, counts, strict=True)):
+        refs.ring_reads[place * rows : (place + 1) * rows, :] = mixer_ring.read(x, refs.ring_write[b, place], count)
+    load = lambda row: refs.ring_reads[pl.ds(row, n, stride=rows), :]
+    return [[load(row), load(s.HV + row)] for row in range(s.HV)]

@@ -116,11 +116,9 @@ def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s
     return activations.activate(y if bias is None else y + bias, s.activation)
 
 
-def decay(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
-    """Return e^g of gates [n, lanes], which are raw where there is a law, that takes arrays A_log and dt_bias."""
-    if s.law is not None:
-        g = s.law.decay(g, *s.law.in_range(A_log, dt_bias))
-    return jnp.exp(g)
+def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
+    """Return decays in nats of gates [n, lanes], which are raw where there is a law, that takes A_log and dt_bias."""
+    return g if s.law is None else s.law.decay(g, *s.law.in_range(A_log, dt_bias))
 
 
 def step_size(beta: jax.Array, s: MixerStatic) -> jax.Array:
@@ -132,6 +130,16 @@ def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: OutputNorm) -> j
     """Return the norm of a head of the output [n, V] times the activation of its gate."""
     mean = jnp.mean(o * o, axis=1, keepdims=True)
     return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.activation)
+
+
+def row_of(h: int, s: MixerStatic) -> int:
+    """Return the row of value head h in arrays [R, H], as rings have it: n = h R + r lies in row [r, h]."""
+    return h % s.group * s.H + h // s.group
+
+
+def by_row(x, s: MixerStatic) -> list:
+    """Return what value heads have in the order of these rows."""
+    return [x[h] for h in sorted(range(s.HV), key=lambda h: row_of(h, s))]
 
 
 def exact_parts(x: jax.Array) -> list[jax.Array]:

@@ -158,7 +158,7 @@ def _read_by_channel(reads: list[Rows], slot: StatePool, same_head, after, start
     for r, y in enumerate(reads):
         # A decayed key is not exact in the type of the ring.
         left = _below([key.astype(jnp.float32) * x[r] for key, x in zip(keys, after, strict=True)])
-        weights.append(_product(matmul.bf16_parts(_below(y), parts), matmul.bf16_parts(left, parts), matmul.dot_nt))
+        weights.append(product(matmul.bf16_parts(_below(y), parts), matmul.bf16_parts(left, parts), matmul.dot_nt))
     of_ring = _read_writes(weights, slot, same_head)
     return [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(of_state, of_ring, strict=True)]
 
@@ -170,10 +170,10 @@ def _read_by_head(
     W, R, H, parts = len(upto), len(reads), slot.keys.shape[1], _parts(slot.keys.dtype)
     # The matrix unit takes products in this order: products with the state fill the time until the gates are columns.
     of_state = _read_state(reads, slot)
-    keys = _exact_parts(_below(_existing(slot.keys, slot.count)), slot.keys.dtype)
-    weights = [_product(matmul.bf16_parts(_below(y), parts), keys, matmul.dot_nt) for y in reads[: 1 if alike else R]]
+    keys = exact_parts(_below(_existing(slot.keys, slot.count)), slot.keys.dtype)
+    weights = [product(matmul.bf16_parts(_below(y), parts), keys, matmul.dot_nt) for y in reads[: 1 if alike else R]]
     left = jnp.concatenate(after, axis=0)[None]  # [1, HV, L]
-    left = _product(matmul.bf16_parts(left, parts), (of_token.astype(jnp.bfloat16)[None],))  # [HV, L H]
+    left = product(matmul.bf16_parts(left, parts), (of_token.astype(jnp.bfloat16)[None],))  # [HV, L H]
     by_read = [jnp.concatenate([left[r * H : (r + 1) * H]] * len(reads[r]), axis=0) for r in range(R)]
     of_ring = _read_writes([weights[r % len(weights)] * x for r, x in enumerate(by_read)], slot, same_head)
     return [
@@ -197,7 +197,7 @@ def _read_writes(weights: Rows, slot: StatePool, same_head) -> list[Rows]:
     for r, x in enumerate(weights):
         writes = _below(_existing(slot.writes[:, r], slot.count))
         left = matmul.bf16_parts(jnp.where(same_head > 0, x, 0.0)[None], _parts(dtype))
-        y = _product(left, _exact_parts(writes, dtype))
+        y = product(left, exact_parts(writes, dtype))
         found.append([y[i : i + H] for i in range(0, y.shape[0], H)])
     return found
 
@@ -220,7 +220,7 @@ def _read_state(reads: list[Rows], slot: StatePool) -> list[Rows]:
         total = [[jnp.zeros((rows, V), jnp.float32)] * n for _ in range(R)]
         for head, r in itertools.product(range(0, rows, wide), range(R)):
             beside = [slot.states[(group + head + i) * R + r] for i in range(wide)]
-            y = _product(operands[r], _exact_parts(jnp.concatenate(beside, axis=1)[None], slot.states.dtype))
+            y = product(operands[r], exact_parts(jnp.concatenate(beside, axis=1)[None], slot.states.dtype))
             for i, j in itertools.product(range(wide), range(n)):
                 part = y[j * rows : (j + 1) * rows, i * V : (i + 1) * V]
                 total[r][j] = jnp.where(heads == head + i, part, total[r][j])
@@ -261,7 +261,7 @@ def fold_head(
     """
     column = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
     # The parts of keys and of writes that are multiplied lie below one another, in one product.
-    left, right = matmul.bf16_parts(keys[None], _parts(ring_dtype)), _exact_parts(writes[None], ring_dtype)
+    left, right = matmul.bf16_parts(keys[None], _parts(ring_dtype)), exact_parts(writes[None], ring_dtype)
     pairs = [(i, j) for j in range(len(right)) for i in range(len(left) - j)]
     left, right = (packed.concat_rows(x) for x in ([left[i] for i, _ in pairs], [right[j] for _, j in pairs]))
     S = column * state.astype(jnp.float32) + matmul.dot_tn(left, right, jnp.bfloat16)[0]
@@ -286,12 +286,12 @@ def _parts(dtype) -> int:
     return 3 if dtype == jnp.float32 else 2
 
 
-def _exact_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
+def exact_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
     """Return x, whose numbers are of this type, in bfloat16 parts whose sum it is: one for int8 and bfloat16."""
     return matmul.bf16_parts(x) if dtype == jnp.float32 else (x.astype(jnp.bfloat16),)
 
 
-def _product(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...], dot=matmul.dot) -> jax.Array:
+def product(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...], dot=matmul.dot) -> jax.Array:
     """Return the product of matrices [1, m, k] and [1, k, n] in parts, [m, n], without what is past the first bits.
 
     The parts of the left factor that meet one of the right lie below one another. `dot` may take a transposed factor.

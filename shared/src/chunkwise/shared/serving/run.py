@@ -222,10 +222,10 @@ def _decode(
     static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
+    elif (found := mixer.decode_rule(static, x, pool, step.boundaries, slots)) is not None:
+        made, pool = found
     elif pool.replay:
         made, pool = ring_kernel.launch(static, x, pool, routes, accepted)
-    elif (found := mixer.decode_rule(static, x, pool.states, step.boundaries, slots)) is not None:
-        made, pool = found[0], pool._replace(states=found[1])
     else:
         made, states = decode_kernel.launch(static, x, pool.states, routes)
         pool = pool._replace(states=states)

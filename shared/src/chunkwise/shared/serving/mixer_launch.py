@@ -1,0 +1,149 @@
+"""How decodes become a launch of `mixer_kernel`: sequences of a grid step, buffers, and the cost."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared import tuning
+from chunkwise.shared.call.arguments import Slots
+from chunkwise.shared.kernels import launcher, packed
+from chunkwise.shared.serving import mixer_kernel
+from chunkwise.shared.serving.mixer_refs import MixerRefs
+from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
+from chunkwise.shared.serving.state_pool import StatePool
+
+# The states that a grid step works on at most, and the most value heads: each is code. Over rings most states are read
+# alone, and products that wait for others fill the time of more sequences.
+_STATES = 32
+_STATES_OF_RINGS = 64
+_MOST_HEADS = 64
+# The most value heads over rings, and the most slots, whose numbers of tokens are in scalar memory.
+_RING_HEADS = 8
+_RING_SLOTS = 2**14
+
+
+def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | None:
+    """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
+    s, states = x.static, pool.states
+    whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
+    if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16):
+        return None
+    if pool.replay and not _takes_rings(x, pool):
+        return None
+    width, T, constants = x.lanes, _rows(x, N), jax.eval_shape(lambda: x.constants)
+    # Tokens come in, and are float32 beside one another. Outputs are float32, and go out.
+    fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
+    fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
+    slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
+    if pool.replay:
+        # Keys and writes have eight rows for each token at most, and gates a register for eight tokens.
+        slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + 1)
+    each = 2 * mixer_kernel.BUFFERS * slot + 4 * (2 * width + 8 * s.HV * (s.K + s.V))
+    return next((n for n in sequences_of(s.HV, pool.replay > 0) if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
+
+
+def _takes_rings(x: Mixer, pool: StatePool) -> bool:
+    """Return whether the kernel takes decodes over these rings: a few heads of one register each, with a gate per head.
+
+    Of more heads `ring_kernel` copies the tokens that exist alone.
+    """
+    s = x.static
+    # A token of a ring is whole rows of 32 bits, and heads fill a register as XLA has it, without padding.
+    heads = s.H in (1, 2, 4, 8) and s.H * pool.keys.dtype.itemsize >= 4
+    few = heads and s.HV <= _RING_HEADS and s.K == s.V == packed.LANES and pool.shape[0] <= _RING_SLOTS
+    per_head = x.g.shape[1] == s.HV and pool.gates.ndim == 3
+    return few and per_head and pool.keys.shape[2:] == (s.H, s.K)
+
+
+def sequences_of(heads: int, rings: bool = False) -> list[int]:
+    """Return how many sequences of so many value heads a grid step may take, the best number first."""
+    most = _STATES_OF_RINGS if rings else _STATES
+    return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * heads <= max(most, heads)]
+
+
+def _rows(x: Mixer, N: int) -> int:
+    """Return how many tokens the kernel sees: as many as N decodes can have, in whole registers of every type."""
+    return min(x.x[0].shape[0], packed.round_up(N, 32))
+
+
+def launch(
+    x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
+) -> tuple[jax.Array, tuple[jax.Array, ...], StatePool]:
+    """Run the first tokens of a stream, those of its decodes.
+
+    Args:
+      x: the tokens of the stream, and the weights.
+      conv: pools [slots, W - 1, channels] of the convolution, one for every array of x.
+      pool: of states, float32 or bfloat16, with rings or without.
+      cu_seqlens: as the caller gave it.
+      slots: of the step; `state_indices` is [N], and a number of decodes is given.
+
+    Returns:
+      The outputs of the first tokens [rows, HV V], zeros where no decode has one, and the pools.
+    """
+    s, N = x.static, slots.state_indices.shape[0]
+    n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
+    assert n is not None
+    groups, rows = -(-N // n), s.HV * s.V
+    count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
+    tables: dict[str, Any] = dict(
+        boundaries=cu_seqlens, write=slots.state_indices,
+        read=slots.state_indices if slots.read_indices is None else slots.read_indices,
+        continues=None if slots.has_initial_state is None else slots.has_initial_state.astype(jnp.int32),
+        decodes=count(slots.num_decodes), sequences=count(N if slots.num_sequences is None else slots.num_sequences),
+    )  # fmt: skip
+    fields = {name: y for name, y in pool._asdict().items() if y is not None}
+    # The tokens of a ring below one another: XLA does not move them for that.
+    fields |= {name: fields[name].reshape(pool.shape[0], -1, s.K) for name in ("keys", "writes") if pool.replay}
+    held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
+    first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    buffer = lambda y: pltpu.VMEM((mixer_kernel.BUFFERS, n, *y.shape[1:]), y.dtype)
+    scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * mixer_kernel.NUMBERS,), jnp.int32))
+    scratch["tokens"] = T + 1, x.lanes
+    scratch |= dict(rows=(n, x.lanes), outputs=(T + 1, rows))
+    if x.weight:
+        scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
+    scratch |= {f"{kind}{j}": buffer(y) for kind in ("in", "out") for j, y in enumerate(conv)}
+    scratch |= dict(before=buffer(pool.states), after=buffer(pool.states), parts=(s.HV * 8 * n, s.K))
+    scratch |= dict(products=(s.HV * 8 * n, s.V), made=(n, rows))
+    if pool.replay:
+        token = lambda y, heads: pltpu.VMEM((mixer_kernel.BUFFERS, n, heads, y.shape[2]), y.dtype)
+        keys, writes, gates = (held[name] for name in ("keys", "writes", "gates"))
+        scratch |= dict(ring_key=buffer(keys), ring_write=buffer(writes), ring_gate=buffer(gates))
+        scratch |= dict(new_key=token(keys, s.H), new_write=token(writes, s.HV), new_gate=buffer(gates))
+        scratch |= {name: pltpu.SMEM(pool.count.shape, jnp.int32) for name in ("counts", "drafts_of")}
+        scratch |= dict(ring_reads=(2 * s.HV * n, s.V), counting=pltpu.SemaphoreType.DMA)
+    scratch |= {name: pltpu.SemaphoreType.DMA((mixer_kernel.BUFFERS,)) for name in ("reads", "stores")}
+    out = launcher.launch(
+        functools.partial(mixer_kernel.mixer_kernel, s=s),
+        MixerRefs,
+        name=s.name,
+        grid=(groups,),
+        dimension_semantics=("arbitrary",),
+        tables=tables,
+        inputs={name: (y, first((T, *y.shape[1:]))) for name, y in x.tokens.items()}
+        | {name: (y, first(y.shape)) for name, y in x.constants.items()}
+        | {name: (y, in_hbm) for name, y in held.items()},
+        outputs={"o": (first((T, rows)), (T, rows), x.x[-1].dtype)}
+        | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
+        scratch=scratch,
+        in_place={name: name for name in held},
+        cost_estimate=_cost(N, held, s),
+        # The table holds slots that exist, and tokens that the stream has.
+        in_bounds=True,
+    )
+    after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
+    return out["o"], tuple(out[f"conv{j}"] for j in range(len(conv))), after
+
+
+def _cost(N: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
+    """Return what N decodes cost: a slot is read once and written once."""
+    slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
+    return pl.CostEstimate(
+        flops=7 * N * s.HV * s.K * s.V, transcendentals=8 * N * s.HV * s.V, bytes_accessed=2 * N * slot
+    )

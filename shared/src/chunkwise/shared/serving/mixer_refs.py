@@ -1,0 +1,137 @@
+"""The Refs of the kernel of `mixer_kernel`."""
+
+from typing import NamedTuple
+
+import jax
+
+from chunkwise.shared.kernels import packed
+
+# Channels may come in so many arrays: queries, keys and values by themselves, or in one.
+_ARRAYS = 3
+
+
+class MixerRefs(NamedTuple):
+    """The Refs of the kernel. Channels are those of queries, keys and values, in one array or in three.
+
+    Attributes:
+      boundaries: int32 [N + 1].
+      write, read: int32 [N], slots as the call has them.
+      continues: int32 [N], 0 for a sequence that starts from zeros, or None.
+      decodes, sequences: int32 [1], the counts of the call.
+      x0, x1, x2: [T, channels], inputs of the convolution.
+      g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
+      w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], of the convolution.
+      A_log, dt_bias, norm: [1, lanes], or None.
+      conv0, conv1, conv2: pools of convolutions.
+      states, keys, writes, gates, count, drafts: of the `StatePool`, the last five None without rings.
+      o: [T, HV V].
+      table: int32 [4 sequences] in scalar memory: the token of a sequence, and its slots, below 0 for none; over rings
+        how many tokens the ring holds that it starts from, or -1 less that number where the ring is folded.
+      taps: float32 [W, channels of all arrays], the weights with channels in the lanes.
+      tokens: float32 [T, lanes], all that tokens bring, side by side; each in whole registers.
+      rows: float32 [n, lanes], of the sequences of a grid step.
+      outputs: float32 [T + 1, HV V], whose last row is of tokens that do not exist.
+      in0, in1, in2, out0, out1, out2, before, after: buffers of slots, [2, n, ...].
+      ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
+      new_key, new_write, new_gate: buffers of tokens that are added to rings, [2, n, H, K] and [2, n, R, H, V], and of
+        gates of rings, [2, n, L, HV].
+      counts, drafts_of: int32 [slots] in scalar memory, the numbers of tokens of rings.
+      parts: float32 [HV 8 n, K], what is multiplied by states; products: float32 [HV 8 n, V].
+      ring_reads: float32 [n 2 HV, V], what is read of rings.
+      made: float32 [n, HV V], what the delta rule writes.
+      reads, stores: semaphores of the copies, [2]; counting: one of the copies of numbers.
+    """
+
+    boundaries: jax.Ref
+    write: jax.Ref
+    read: jax.Ref
+    continues: jax.Ref
+    decodes: jax.Ref
+    sequences: jax.Ref
+    x0: jax.Ref
+    x1: jax.Ref
+    x2: jax.Ref
+    g: jax.Ref
+    beta: jax.Ref
+    z: jax.Ref
+    w0: jax.Ref
+    w1: jax.Ref
+    w2: jax.Ref
+    b0: jax.Ref
+    b1: jax.Ref
+    b2: jax.Ref
+    A_log: jax.Ref
+    dt_bias: jax.Ref
+    norm: jax.Ref
+    conv0: jax.Ref
+    conv1: jax.Ref
+    conv2: jax.Ref
+    states: jax.Ref
+    keys: jax.Ref
+    writes: jax.Ref
+    gates: jax.Ref
+    count: jax.Ref
+    drafts: jax.Ref
+    o: jax.Ref
+    conv0_out: jax.Ref
+    conv1_out: jax.Ref
+    conv2_out: jax.Ref
+    states_out: jax.Ref
+    keys_out: jax.Ref
+    writes_out: jax.Ref
+    gates_out: jax.Ref
+    count_out: jax.Ref
+    drafts_out: jax.Ref
+    table: jax.Ref
+    taps: jax.Ref
+    tokens: jax.Ref
+    rows: jax.Ref
+    outputs: jax.Ref
+    in0: jax.Ref
+    in1: jax.Ref
+    in2: jax.Ref
+    out0: jax.Ref
+    out1: jax.Ref
+    out2: jax.Ref
+    before: jax.Ref
+    after: jax.Ref
+    ring_key: jax.Ref
+    ring_write: jax.Ref
+    ring_gate: jax.Ref
+    new_key: jax.Ref
+    new_write: jax.Ref
+    new_gate: jax.Ref
+    counts: jax.Ref
+    drafts_of: jax.Ref
+    parts: jax.Ref
+    products: jax.Ref
+    ring_reads: jax.Ref
+    made: jax.Ref
+    reads: jax.Ref
+    stores: jax.Ref
+    counting: jax.Ref
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of copies."""
+        return "conv", "states", *(("keys", "writes", "gates") if self.has_rings else ())
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether the states have rings."""
+        return self.keys is not None
+
+    def arrays(self, name: str, suffix: str = "") -> list[jax.Ref]:
+        """Return the Refs of a name, one for every array of channels."""
+        found = (getattr(self, f"{name}{i}{suffix}") for i in range(_ARRAYS))
+        return [ref for ref in found if ref is not None]
+
+    @property
+    def lanes(self) -> dict[str, slice]:
+        """Where in `tokens` is what: the channels, one array after the other, and the gates."""
+        found, at = {}, 0
+        for name in ("x0", "x1", "x2", "g", "beta", "z"):
+            if (ref := getattr(self, name)) is not None:
+                found[name] = slice(at, at + ref.shape[1])
+                at += packed.pad_lanes(ref.shape[1])
+        return found
