@@ -60,6 +60,34 @@ def test_one_launch(name):
     assert "decode_mixer_fwd" not in names("xla")
 
 
+def test_one_launch_over_rings():
+    """Decodes over rings are one launch, and those that a prefill has left empty are filled."""
+    config = CONFIGS["gated_delta_net"]
+    weights = layers.init_gated_delta_net(jax.random.key(0), config)
+    x = jax.random.normal(jax.random.key(1), (1, 8, config.D))
+    slots, rows = SLOTS[jnp.array([0, 2])], jnp.arange(3, dtype=jnp.int32)
+    prefill = layers.Step(4 * rows, slots, jnp.zeros(2, bool))
+    decode = layers.Step(rows, slots, num_decodes=jnp.int32(2), num_sequences=jnp.int32(2))
+
+    def run(pool, told, x, implementation):
+        return layers.ragged_gated_delta_net(x, weights, config, pool, told, implementation=implementation)
+
+    results = []
+    for each in ("fused", "xla"):
+        pool = run(layers.empty_pool(config, 5, replay=2), prefill, x, "xla")[1]
+        compiled = jax.jit(run, static_argnums=3)
+        assert ("decode_mixer_fwd" in str(jax.make_jaxpr(run, static_argnums=3)(pool, decode, x[:, :2], each))) == (
+            each == "fused"
+        )
+        outputs = []
+        for t in range(0, 6, 2):
+            y, pool = compiled(pool, decode, x[:, t : t + 2], each)
+            outputs.append(y)
+        results.append((outputs, layers.read_cache(pool, jnp.arange(5, dtype=jnp.int32)), pool.state.count))
+    for have, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert_close("rings", have, want, 1e-5)
+
+
 def token(name):
     """Return a function of hidden states, weights, a cache and the name of an implementation, and its arrays."""
     config = CONFIGS[name]

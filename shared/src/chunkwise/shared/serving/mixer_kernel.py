@@ -331,43 +331,48 @@ def _read_states(refs: MixerRefs, s: MixerStatic, b, counts, q, k, decays) -> tu
     rows = [[x[h // s.group] * decays[h] if per_channel else x[h // s.group] for x in (k, q)] for h in range(s.HV)]
     if on_matrix_unit or refs.has_rings:
         _split_rows(refs, s, rows)
-    # Heads with the same rows.
+    # Heads with the same rows. The matrix unit takes products in the order of the program: those with states fill the
+    # time of those of rings that wait for others.
     together = 1 if per_channel else s.group
-    found = []
-    start = scores = weights = None
-    if refs.has_rings:
-        scores = _score_rings(refs, s, b, counts)
+    scores: Any = _score_rings(refs, s, b, counts) if refs.has_rings else None
+    start: Any = None
+    of_ring: Any = None
+    weights: Any = None
     for h in range(0, s.HV, together):
-        if h == s.HV // 2 // together * together and refs.has_rings:
+        if refs.has_rings and h == s.H // 2 * together:
             start, weights = _weigh_rings(refs, s, b, counts, scores)
         heads = range(h, h + together)
         if on_matrix_unit:
             _read_together(refs, s, b, heads)
-            continue
-        for j in heads:
-            first = 8 * n * j
-            for place in range(n):
-                S = refs.before[b, place, j]
-                for kind, x in enumerate(rows[j]):
-                    refs.products[first + kind * n + place : first + kind * n + place + 1, :] = (
-                        mixer_tile.read_on_vector_unit(S, x[place : place + 1])
-                    )
-    of_ring = _read_rings(refs, s, b, counts, weights) if refs.has_rings else None
+        else:
+            for head in heads:
+                _read_alone(refs, b, head, rows[head])
+    if refs.has_rings:
+        of_ring = _read_rings(refs, s, b, counts, weights)
+    S_k, S_q = [], []
     for h in range(s.HV):
-        first = 8 * n * h
+        first, row = 8 * n * h, mixer_tile.row_of(h, s)
+        found: list[Any]
         if on_matrix_unit:
             of_part = [refs.products[pl.ds(first + j, n, stride=8), :] for j in range(2 * mixer_tile.PARTS)]
-            found.append([sum(of_part[0::2]), sum(of_part[1::2])])
+            found = [sum(of_part[0::2]), sum(of_part[1::2])]
         else:
-            found.append([refs.products[first + j * n : first + (j + 1) * n, :] for j in range(2)])
-    if refs.has_rings:
-        found = [
-            [start[:, row : row + 1] * x + y for x, y in zip(found[h], of_ring[row], strict=True)]
-            for h, row in ((h, mixer_tile.row_of(h, s)) for h in range(s.HV))
-        ]
-    if not per_channel:
-        found = [[decay * x for x in some] for decay, some in zip(decays, found, strict=True)]
-    return [x for x, _ in found], [x for _, x in found]
+            found = [refs.products[first + j * n : first + (j + 1) * n, :] for j in range(2)]
+        if refs.has_rings:
+            found = [start[:, row : row + 1] * x + y for x, y in zip(found, of_ring[row], strict=True)]
+        S_k.append(found[0] if per_channel else decays[h] * found[0])
+        S_q.append(found[1] if per_channel else decays[h] * found[1])
+    return S_k, S_q
+
+
+def _read_alone(refs: MixerRefs, b, head: int, rows: list[jax.Array]) -> None:
+    """Put the products of keys and queries with the states of a value head into a buffer, by the vector unit."""
+    n = refs.rows.shape[0]
+    for place in range(n):
+        S = refs.before[b, place, head]
+        for j, x in enumerate(rows):
+            at = 8 * n * head + j * n + place
+            refs.products[at : at + 1, :] = mixer_tile.read_on_vector_unit(S, x[place : place + 1])
 
 
 def _read_together(refs: MixerRefs, s: MixerStatic, b, heads) -> None:

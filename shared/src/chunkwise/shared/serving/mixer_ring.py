@@ -6,6 +6,7 @@ heads and of tokens that do not exist get no weight. Sequences meet in no produc
 leaves the others.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,8 @@ def fold(states: list[jax.Array], keys: jax.Array, writes: jax.Array, gates: jax
     of_row = jnp.sum(jnp.where(head == lax.rem(row, jnp.int32(HV)), left, 0.0), axis=0, keepdims=True)
     # A key for every row of writes, times what is left of it.
     keys = existing(keys, count, len(keys) * HV // rows)
-    keys = sum(matmul.dot(_same_key(rows, len(keys), HV), x)[0] for x in ring_tile.exact_parts(keys[None], keys.dtype))
+    spread, parts = _same_key(rows, len(keys), HV), ring_tile.exact_parts(keys[None], keys.dtype)
+    keys = functools.reduce(jnp.add, [matmul.dot(spread, x)[0] for x in parts])
     keys = keys * tiles.to_column(of_row[None])[0]
     head, writes = lax.rem(lax.broadcasted_iota(jnp.int32, writes.shape, 0), jnp.int32(HV)), existing(writes, count, HV)
     found = []
