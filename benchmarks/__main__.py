@@ -128,7 +128,12 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("decodes", parents=[saved], help="the whole mixer of decodes, an estimate; needs no TPU")
     add_cases(one, decode_mixer.MIXERS)
-    one.add_argument("--mixture", action="append", choices=decode_mixer.MIXTURES, help="of sequences; may be repeated")
+    one.add_argument(
+        "--mixture",
+        action="append",
+        choices=[*decode_mixer.MIXTURES, decode_mixer.RINGS],
+        help="of sequences; may be repeated",
+    )
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("bench", parents=[saved], help="KDA at the shapes of a public bench, beside its times")

@@ -87,7 +87,7 @@ def _turned(code: list[_Bundle], start: int, stop: int) -> int:
     names = re.findall(r"Start region (\d+)", code[start].text)
     back = [re.compile(rf"sbr\.rel \(!?%\w+\) target = \$region{name}\b") for name in names]
     ends = [n + 1 + DELAY for n in range(start, stop) if any(x.search(code[n].text) for x in back)]
-    return min([*ends[-1:], stop])
+    return min(ends[0], stop) if ends else start
 
 
 def read_loop(text: str) -> Loop:

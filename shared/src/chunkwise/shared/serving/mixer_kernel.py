@@ -146,7 +146,8 @@ def _copy_slots(refs: MixerRefs, i, act, *only: str, out: bool = False) -> None:
     b = _buffer(i)
     number, semaphores = (_TARGET, refs.stores) if out else (_SOURCE, refs.reads)
     # What is read for a copy under a condition takes longer.
-    slots, places = _numbers(refs, number, i), _numbers(refs, _PLACE, i)
+    slots = _numbers(refs, number, i)
+    places = _numbers(refs, _PLACE, i) if refs.has_rings else slots
 
     def copy(n, slot, place):
         def move(kind):
