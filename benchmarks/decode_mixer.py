@@ -33,7 +33,7 @@ MIXERS = {
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads, each with a gate.
 RINGS = "decode-64-bfloat16-ring"
-_OVER_RINGS = ("qwen3-next-80b-tp8", "qwen3.5-397b-tp8")
+_OVER_RINGS = ("qwen3-next-80b-tp8",)
 _WIDTH = 4
 # For these chips the compiler cannot profile a program that also has the branch of prefills. So the counts of the step
 # are static there, and the program has one branch.
