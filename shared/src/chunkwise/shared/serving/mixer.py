@@ -53,7 +53,7 @@ def fits(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -
 def decode(
     x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, tuple[jax.Array, ...], StatePool]:
-    """Return the output [T, HV V] of a step of decodes alone, and the pools; it must fit."""
+    """Return the output [T, HV V] of a step that has only decodes, and the pools; `fits` must hold."""
     o, conv, pool = mixer_launch.launch(x, conv, pool, cu_seqlens, _column(slots))
     return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], conv, pool
 
@@ -91,7 +91,7 @@ def in_one_launch(
 def takes_mixer(
     x: Mixer, pools: tuple[tuple[jax.Array, ...], StatePool], slots: Slots, implementation: str | None
 ) -> bool:
-    """Return whether one launch is for a mixer whose operator has this implementation, and takes it."""
+    """Return whether the operator's implementation runs the mixer in one launch, and the launch takes it."""
     name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
     return name == "fused" and fits(x, *pools, slots)
 
@@ -99,13 +99,13 @@ def takes_mixer(
 def decode_rule(
     static: DecodeStatic, x: Arguments, pool: StatePool, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, StatePool] | None:
-    """Return the output of decodes of one token, like v, and the pool; None where the kernel does not take them.
+    """Return the output of decodes of one token, shaped as v, and the pool; None if the kernel does not take them.
 
     Args:
-      static: of the decode.
+      static: the static description of the decodes.
       x: prepared arguments, as `decode_kernel.launch` takes them.
-      pool: of states.
-      cu_seqlens, slots: of the sequences, of which those that decode come first.
+      pool: the pool of states.
+      cu_seqlens, slots: the boundaries and slots of the sequences, decodes first.
     """
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     if x.p is not None or static.W != 1 or not static.single or not _one_slot_each(slots):

@@ -1,8 +1,8 @@
-"""The kernel: a grid step takes some sequences, reads what their slots hold, and writes what their tokens leave.
+"""The kernel of decodes of one token: a grid step takes some sequences, and reads and writes their slots.
 
-While it computes what `mixer_tile` says, the copies of the next sequences come in, and the copies of earlier ones go
-out. The first grid step reads out of the boundaries and slots of the call which token and which slots a sequence has,
-so that XLA does nothing around the launch.
+While it computes with `mixer_tile`, slots of the next sequences are copied in, and slots of earlier sequences are
+copied out. The first grid step finds the token and the slots of every sequence from the boundaries and slots of the
+call, so that XLA does nothing around the launch.
 """
 
 import functools
@@ -21,12 +21,12 @@ from chunkwise.shared.serving import mixer_ring, mixer_tile
 from chunkwise.shared.serving.mixer_refs import MixerRefs
 from chunkwise.shared.serving.mixer_tile import MixerStatic
 
-# Buffers of a group of sequences, in turn.
+# How many buffers the groups of sequences take in turn.
 BUFFERS = 2
-# The numbers of a sequence in the table in scalar memory, the last of which is of rings alone.
+# The numbers of a sequence in the table in scalar memory; the last number is only for rings.
 _START, _SOURCE, _TARGET, _PLACE = range(4)
 NUMBERS = 4
-# Sequences that go into the table together.
+# How many sequences an iteration puts into the table.
 _UNROLLED = 4
 
 
@@ -43,7 +43,7 @@ def mixer_kernel(refs: MixerRefs, s: MixerStatic):
         _load_tokens(refs)
         _copy_slots(refs, i, pools.start)
 
-    # A buffer is written to again when its copies have gone out.
+    # A buffer is filled again only after its copies have gone out.
     pl.when(i >= BUFFERS)(lambda: _copy_slots(refs, i - BUFFERS, pools.wait, out=True))
     pl.when(i < last)(lambda: _copy_slots(refs, i + 1, pools.start))
     _copy_slots(refs, i, pools.wait)
@@ -73,7 +73,7 @@ def _copy_counts(refs: MixerRefs, out: bool = False) -> None:
 
 
 def _fill_table(refs: MixerRefs) -> None:
-    """Fill the table of sequences, total on any int32: tokens lie within the stream, and slots within the pools."""
+    """Fill the table of sequences; for any int32 values, tokens lie within the stream and slots within the pools."""
     N, T = refs.write.shape[0], jnp.int32(refs.o.shape[0])
     slots = jnp.uint32(min(pool.shape[0] for pool in (refs.states_out, *refs.arrays("conv", "_out"))))
     least = jnp.minimum(refs.decodes[0], refs.sequences[0])
@@ -101,7 +101,7 @@ def _fill_table(refs: MixerRefs) -> None:
 
 
 def _count_tokens(refs: MixerRefs, n, source, target) -> None:
-    """Put into the table what a decode of one token does with its ring, and count its token."""
+    """Put the place of a token in its ring into the table, and count the token."""
     L = jnp.int32(refs.ring_gate.shape[2])
     kept = jnp.clip(refs.counts[jnp.maximum(source, jnp.int32(0))], jnp.int32(0), L)
     kept = jnp.where(source >= 0, kept, jnp.int32(0))
@@ -115,20 +115,20 @@ def _count_tokens(refs: MixerRefs, n, source, target) -> None:
 
 
 def _load_tokens(refs: MixerRefs) -> None:
-    """Put all tokens side by side as float32, of which a row may be loaded at any place."""
+    """Store the arrays of tokens side by side as float32, because a load of one float32 row may begin at any row."""
     T = refs.o.shape[0]
     for name, lanes in refs.lanes.items():
         refs.tokens[:T, lanes] = getattr(refs, name)[...].astype(jnp.float32)
-        # The token of a sequence that has none.
+        # The row for sequences without a token.
         refs.tokens[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
     for name, weight in zip(("x0", "x1", "x2"), refs.arrays("w"), strict=False):
         refs.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
-    # Tokens of no sequence are zero.
+    # The output of a token is zero if no sequence has the token.
     refs.outputs[...] = jnp.zeros_like(refs.outputs)
 
 
 def _numbers(refs: MixerRefs, number: int, i) -> list[jax.Array]:
-    """Return a number of the table for each of the sequences of grid step i; the table has a sequence after another."""
+    """Return one number of the table for each sequence of grid step i; the numbers of a sequence are consecutive."""
     n = refs.rows.shape[0]
     first = i * jnp.int32(n * NUMBERS)
     return [refs.table[first + jnp.int32(place * NUMBERS + number)] for place in range(n)]
@@ -145,7 +145,7 @@ def _copy_slots(refs: MixerRefs, i, act, *only: str, out: bool = False) -> None:
     """
     b = _buffer(i)
     number, semaphores = (_TARGET, refs.stores) if out else (_SOURCE, refs.reads)
-    # What is read for a copy under a condition takes longer.
+    # Numbers are read here, because a read under a condition takes longer.
     slots = _numbers(refs, number, i)
     places = _numbers(refs, _PLACE, i) if refs.has_rings else slots
 
@@ -168,7 +168,7 @@ def _copy_slots(refs: MixerRefs, i, act, *only: str, out: bool = False) -> None:
 
 
 def _ends(refs: MixerRefs, kind: str, slot, place, out: bool) -> list[tuple[jax.Ref, jax.Ref]]:
-    """Return what is copied of a slot, and the buffers of all sequences that it is copied to or from."""
+    """Return the parts of a slot that are copied, each with its buffer of all sequences."""
     if kind == "conv":
         conv = zip(refs.arrays("conv", "_out"), refs.arrays("out" if out else "in"), strict=True)
         return [(pool.at[slot], buffer) for pool, buffer in conv]
@@ -188,10 +188,10 @@ def _ends(refs: MixerRefs, kind: str, slot, place, out: bool) -> list[tuple[jax.
 
 
 def _clear_new(refs: MixerRefs, i) -> None:
-    """Put zeros where a sequence starts from none: a freed slot may hold anything."""
+    """Put zeros into the buffers of sequences that start from no slot."""
     b, slots = _buffer(i), _numbers(refs, _SOURCE, i)
 
-    # One branch passes by all of them.
+    # One branch skips all sequences, because most steps have no such sequence.
     @pl.when(functools.reduce(jnp.minimum, slots) < 0)
     def _():
         for place, slot in enumerate(slots):
@@ -221,7 +221,7 @@ def _fold_rings(refs: MixerRefs, s: MixerStatic, i) -> None:
 
         return carry
 
-    # Few sequences fold.
+    # Most grid steps fold no ring.
     pl.when(functools.reduce(jnp.minimum, _numbers(refs, _PLACE, i)) < 0)(
         lambda: lax.fori_loop(jnp.int32(0), jnp.int32(n), fold, None)
     )
@@ -230,12 +230,12 @@ def _fold_rings(refs: MixerRefs, s: MixerStatic, i) -> None:
 def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
     """Run the tokens of the sequences of grid step i."""
     b, starts = _buffer(i), _numbers(refs, _START, i)
-    # The tokens of rings that are read, where that of each sequence goes.
+    # How many tokens of its ring a sequence reads; its new token goes to this place.
     counts = [jnp.maximum(x, jnp.int32(0)) for x in _numbers(refs, _PLACE, i)] if refs.has_rings else None
     for place, start in enumerate(starts):
         refs.rows[place : place + 1, :] = refs.tokens[pl.ds(start, 1), :]
     channels = [x for j in range(len(refs.arrays("x"))) for x in _channels(refs, s, b, j)]
-    # Copies go out as soon as they can, so that they start while there is something to compute.
+    # Copies start as early as possible, so that they overlap with the computation.
     store = functools.partial(_copy_slots, refs, i, pools.start, out=True)
     store("conv")
     q, k, v = (
@@ -259,7 +259,7 @@ def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
         if s.norm is not None:
             first = refs.lanes["z"].start + h * s.V
             o = mixer_tile.norm_head(o, refs.rows[:, first : first + s.V], refs.norm[...].astype(jnp.float32), s.norm)
-        # The channels of a token have been read, and there are more of them than of an output.
+        # The output replaces channels that have been read; there are more channels than outputs.
         refs.rows[:, at] = o
     for place, start in enumerate(starts):
         refs.outputs[pl.ds(start, 1), :] = refs.rows[place : place + 1, : s.HV * s.V]
@@ -272,7 +272,7 @@ def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
 
 
 def _update_states(refs: MixerRefs, s: MixerStatic, b, k, decays) -> None:
-    """Put the states after the tokens of a grid step into the buffer that they are copied from."""
+    """Store the states after the tokens of a grid step in the buffer from which they are copied out."""
     for place in range(refs.rows.shape[0]):
         one = slice(place, place + 1)
         for key in range(s.H):
@@ -284,7 +284,7 @@ def _update_states(refs: MixerRefs, s: MixerStatic, b, k, decays) -> None:
 
 
 def _append_keys(refs: MixerRefs, s: MixerStatic, b, counts, k, gates) -> None:
-    """Put keys and gates of a grid step into the buffers that they are copied from to rings."""
+    """Store the keys and gates of a grid step in the buffers from which they are copied to rings."""
     refs.new_key[b] = jnp.stack(k, axis=1).astype(refs.new_key.dtype)
     row = jnp.concatenate(mixer_tile.by_row(gates, s), axis=1)
     for place, at in enumerate(counts):
@@ -293,7 +293,7 @@ def _append_keys(refs: MixerRefs, s: MixerStatic, b, counts, k, gates) -> None:
 
 
 def _channels(refs: MixerRefs, s: MixerStatic, b, j: int) -> list[jax.Array]:
-    """Return the channels of array j as the rule takes them, 128 at a time, [n, 128] each."""
+    """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
     x = refs.rows[:, refs.lanes[f"x{j}"]]
     if refs.w0 is not None:
         weight, biases = refs.taps[:, refs.lanes[f"x{j}"]], refs.arrays("b")
@@ -326,14 +326,14 @@ def _gates(refs: MixerRefs, s: MixerStatic) -> list[jax.Array]:
 
 
 def _read_states(refs: MixerRefs, s: MixerStatic, b, counts, q, k, decays) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return what keys and queries read of decayed states, and of their rings, [n, V] of every value head."""
+    """Return the values that keys and queries read from decayed states and rings, [n, V] for every value head."""
     n, per_channel = refs.rows.shape[0], decays[0].shape[1] > 1
     on_matrix_unit = refs.before.dtype == jnp.bfloat16
     rows = [[x[h // s.group] * decays[h] if per_channel else x[h // s.group] for x in (k, q)] for h in range(s.HV)]
     if on_matrix_unit or refs.has_rings:
         _split_rows(refs, s, rows)
-    # Heads with the same rows. The matrix unit takes products in the order of the program: those with states fill the
-    # time of those of rings that wait for others.
+    # How many value heads have the same rows. The matrix unit takes products in the order of the program: those with
+    # states fill the time of those of rings that wait for others.
     together = 1 if per_channel else s.group
     scores: Any = _score_rings(refs, s, b, counts) if refs.has_rings else None
     start: Any = None
@@ -377,9 +377,9 @@ def _read_alone(refs: MixerRefs, b, head: int, rows: list[jax.Array]) -> None:
 
 
 def _read_together(refs: MixerRefs, s: MixerStatic, b, heads) -> None:
-    """Put the products of parts of keys and queries with the states of value heads that have the same, into a buffer.
+    """Store the products of parts of keys and queries with the states of the value heads that share these parts.
 
-    Their states lie beside one another, because the matrix unit of most chips has 256 columns.
+    The states lie side by side, because the matrix unit of most chips has 256 columns.
     """
     n = refs.rows.shape[0]
     for place in range(n):
@@ -393,7 +393,7 @@ def _read_together(refs: MixerRefs, s: MixerStatic, b, heads) -> None:
 
 
 def _split_rows(refs: MixerRefs, s: MixerStatic, rows) -> None:
-    """Split keys and queries of every value head into parts, so that a load with a stride has the rows of a sequence.
+    """Store parts of keys and queries of every value head, so that a load with a stride has the rows of a sequence.
 
     Row (j HV + r H + h) n + i is part j of head h R + r of sequence i: parts of keys and queries in turn, then two of
     zeros.
@@ -417,15 +417,15 @@ def _score_rings(refs: MixerRefs, s: MixerStatic, b, counts) -> jax.Array:
 
 
 def _weigh_rings(refs: MixerRefs, s: MixerStatic, b, counts, scores) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
-    """Return what is left of states [n, HV], and the weights of the tokens of rings for keys and queries."""
+    """Return the decays of states over rings [n, HV], and the weights of writes for keys and queries."""
     gates = [mixer_ring.existing(refs.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
-    # Of keys and of queries.
+    # Once for keys and once for queries.
     left, start = mixer_ring.remaining([jnp.concatenate([x, x], axis=1) for x in gates], s.HV)
     return start, mixer_ring.weigh(scores, left, s.HV, refs.ring_write.dtype)
 
 
 def _read_rings(refs: MixerRefs, s: MixerStatic, b, counts, weights) -> list[list[jax.Array]]:
-    """Return what keys and queries read of rings, [n, V], of every row [R, H]."""
+    """Return the values that keys and queries read from rings, [n, V] each, for every row of the order [R, H]."""
     n, rows = refs.rows.shape[0], 2 * s.HV
     for place, (x, count) in enumerate(zip(weights, counts, strict=True)):
         refs.ring_reads[place * rows : (place + 1) * rows, :] = mixer_ring.read(x, refs.ring_write[b, place], count)

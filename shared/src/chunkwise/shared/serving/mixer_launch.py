@@ -1,4 +1,4 @@
-"""How decodes become a launch of `mixer_kernel`: sequences of a grid step, buffers, and the cost."""
+"""The launch of `mixer_kernel`: sequences of a grid step, buffers, and the cost."""
 
 import functools
 from typing import Any
@@ -16,12 +16,12 @@ from chunkwise.shared.serving.mixer_refs import MixerRefs
 from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
-# The states that a grid step works on at most, and the most value heads: each is code. Over rings most states are read
-# alone, and products that wait for others fill the time of more sequences.
+# The most states of a grid step, and the most value heads: the kernel has code for each of them. Over rings most states
+# are only read, and more sequences fill the time in which products wait for others.
 _STATES = 32
 _STATES_OF_RINGS = 64
 _MOST_HEADS = 64
-# The most value heads over rings, and the most slots, whose numbers of tokens are in scalar memory.
+# The most value heads over rings, and the most slots of rings, whose numbers of tokens are in scalar memory.
 _RING_HEADS = 8
 _RING_SLOTS = 2**14
 
@@ -35,7 +35,7 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     if pool.replay and not _takes_rings(x, pool):
         return None
     width, T, constants = x.lanes, _rows(x, N), jax.eval_shape(lambda: x.constants)
-    # Tokens come in, and are float32 beside one another. Outputs are float32, and go out.
+    # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
@@ -49,10 +49,11 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
 def _takes_rings(x: Mixer, pool: StatePool) -> bool:
     """Return whether the kernel takes decodes over these rings: a few heads of one register each, with a gate per head.
 
-    Of more heads `ring_kernel` copies the tokens that exist alone.
+    For more heads `ring_kernel` is better, which copies only tokens that exist.
     """
     s = x.static
-    # A token of a ring is whole rows of 32 bits, and heads fill a register as XLA has it, without padding.
+    # A token of a ring must be whole rows of 32 bits, and its heads must fill registers in XLA's layout without
+    # padding.
     heads = s.H in (1, 2, 4, 8) and s.H * pool.keys.dtype.itemsize >= 4
     few = heads and s.HV <= _RING_HEADS and s.K == s.V == packed.LANES and pool.shape[0] <= _RING_SLOTS
     per_head = x.g.shape[1] == s.HV and pool.gates.ndim == 3
@@ -60,30 +61,30 @@ def _takes_rings(x: Mixer, pool: StatePool) -> bool:
 
 
 def sequences_of(heads: int, rings: bool = False) -> list[int]:
-    """Return how many sequences of so many value heads a grid step may take, the best number first."""
+    """Return how many sequences of `heads` value heads a grid step may take, the best number first."""
     most = _STATES_OF_RINGS if rings else _STATES
     return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * heads <= max(most, heads)]
 
 
 def _rows(x: Mixer, N: int) -> int:
-    """Return how many tokens the kernel sees: as many as N decodes can have, in whole registers of every type."""
+    """Return how many tokens the kernel sees: as many as N decodes can have, rounded up to registers of every type."""
     return min(x.x[0].shape[0], packed.round_up(N, 32))
 
 
 def launch(
     x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, tuple[jax.Array, ...], StatePool]:
-    """Run the first tokens of a stream, those of its decodes.
+    """Run the first tokens of a stream, which are its decodes.
 
     Args:
       x: the tokens of the stream, and the weights.
       conv: pools [slots, W - 1, channels] of the convolution, one for every array of x.
-      pool: of states, float32 or bfloat16, with rings or without.
-      cu_seqlens: as the caller gave it.
-      slots: of the step; `state_indices` is [N], and a number of decodes is given.
+      pool: the pool of states, float32 or bfloat16, with rings or without.
+      cu_seqlens: the boundaries as the caller gave them.
+      slots: the slots of the step; `state_indices` is [N], and a number of decodes is given.
 
     Returns:
-      The outputs of the first tokens [rows, HV V], zeros where no decode has one, and the pools.
+      The outputs of the first tokens [rows, HV V], zeros for tokens of no decode, and the pools.
     """
     s, N = x.static, slots.state_indices.shape[0]
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
@@ -97,7 +98,7 @@ def launch(
         decodes=count(slots.num_decodes), sequences=count(N if slots.num_sequences is None else slots.num_sequences),
     )  # fmt: skip
     fields = {name: y for name, y in pool._asdict().items() if y is not None}
-    # The tokens of a ring below one another: XLA does not move them for that.
+    # The tokens of a ring become the rows of one matrix, for which XLA moves no data.
     fields |= {name: fields[name].reshape(pool.shape[0], -1, s.K) for name in ("keys", "writes") if pool.replay}
     held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
@@ -134,7 +135,7 @@ def launch(
         scratch=scratch,
         in_place={name: name for name in held},
         cost_estimate=_cost(N, held, s),
-        # The table holds slots that exist, and tokens that the stream has.
+        # The table holds only slots that exist and tokens of the stream.
         in_bounds=True,
     )
     after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
@@ -142,7 +143,7 @@ def launch(
 
 
 def _cost(N: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
-    """Return what N decodes cost: a slot is read once and written once."""
+    """Return the cost of N decodes: each slot is read once and written once."""
     slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
     return pl.CostEstimate(
         flops=7 * N * s.HV * s.K * s.V, transcendentals=8 * N * s.HV * s.V, bytes_accessed=2 * N * slot

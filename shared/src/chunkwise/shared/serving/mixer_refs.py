@@ -6,40 +6,41 @@ import jax
 
 from chunkwise.shared.kernels import packed
 
-# Channels may come in so many arrays: queries, keys and values by themselves, or in one.
+# The most arrays of channels: one each for queries, keys and values, or one for all.
 _ARRAYS = 3
 
 
 class MixerRefs(NamedTuple):
-    """The Refs of the kernel. Channels are those of queries, keys and values, in one array or in three.
+    """The Refs of the kernel. Queries, keys and values are channels of one array or of three.
 
     Attributes:
       boundaries: int32 [N + 1].
-      write, read: int32 [N], slots as the call has them.
+      write, read: int32 [N], the slots in the call.
       continues: int32 [N], 0 for a sequence that starts from zeros, or None.
       decodes, sequences: int32 [1], the counts of the call.
-      x0, x1, x2: [T, channels], inputs of the convolution.
+      x0, x1, x2: [T, channels], inputs of the convolution, None for arrays that there are not.
       g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
-      w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], of the convolution.
-      A_log, dt_bias, norm: [1, lanes], or None.
+      w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], weights and biases of the convolution, or None.
+      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm, or None.
       conv0, conv1, conv2: pools of convolutions.
-      states, keys, writes, gates, count, drafts: of the `StatePool`, the last five None without rings.
+      states, keys, writes, gates, count, drafts: the arrays of the `StatePool`; without rings all but states are None.
       o: [T, HV V].
-      table: int32 [4 sequences] in scalar memory: the token of a sequence, and its slots, below 0 for none; over rings
-        how many tokens the ring holds that it starts from, or -1 less that number where the ring is folded.
-      taps: float32 [W, channels of all arrays], the weights with channels in the lanes.
-      tokens: float32 [T, lanes], all that tokens bring, side by side; each in whole registers.
-      rows: float32 [n, lanes], of the sequences of a grid step.
-      outputs: float32 [T + 1, HV V], whose last row is of tokens that do not exist.
+      table: int32 [4 * sequences] in scalar memory, four numbers for a sequence: its token; its slots to read and to
+        write, below 0 for none; and over rings how many tokens its ring holds, or -1 minus that number if the ring is
+        folded.
+      taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
+      tokens: float32 [T + 1, lanes], all arrays of tokens side by side, each in whole registers; the last row is zeros.
+      rows: float32 [n, lanes], the tokens of the sequences of a grid step.
+      outputs: float32 [T + 1, HV V]; the last row is for sequences without a token.
       in0, in1, in2, out0, out1, out2, before, after: buffers of slots, [2, n, ...].
       ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
       new_key, new_write, new_gate: buffers of tokens that are added to rings, [2, n, H, K] and [2, n, R, H, V], and of
         gates of rings, [2, n, L, HV].
       counts, drafts_of: int32 [slots] in scalar memory, the numbers of tokens of rings.
-      parts: float32 [HV 8 n, K], what is multiplied by states; products: float32 [HV 8 n, V].
-      ring_reads: float32 [n 2 HV, V], what is read of rings.
-      made: float32 [n, HV V], what the delta rule writes.
-      reads, stores: semaphores of the copies, [2]; counting: one of the copies of numbers.
+      parts: float32 [HV 8 n, K], parts of keys and queries; products: float32 [HV 8 n, V], parts times states.
+      ring_reads: float32 [n 2 HV, V], the values that keys and queries read from rings.
+      made: float32 [n, HV V], the values that the tokens write.
+      reads, stores: semaphores of the copies, [2]; counting: the semaphore of the copies of counts.
     """
 
     boundaries: jax.Ref
@@ -128,7 +129,7 @@ class MixerRefs(NamedTuple):
 
     @property
     def lanes(self) -> dict[str, slice]:
-        """Where in `tokens` is what: the channels, one array after the other, and the gates."""
+        """The lanes of each array in `tokens`: the channels, one array after the other, and the gates."""
         found, at = {}, 0
         for name in ("x0", "x1", "x2", "g", "beta", "z"):
             if (ref := getattr(self, name)) is not None:

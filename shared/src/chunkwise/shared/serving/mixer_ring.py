@@ -1,9 +1,9 @@
-"""What rings add to decodes of one token of some sequences: what tokens read of them, and the states after them.
+"""The mathematics of rings in decodes of one token of n sequences: reads from rings, and the states after them.
 
 Arrays in, arrays out. `state_pool` has the equations. The matrix unit reads a ring as the L H rows of its keys and the
 L HV rows of its writes, in the order of the pool: value head n = h R + r is in row r H + h of a token. Rows of other
-heads and of tokens that do not exist get no weight. Sequences meet in no product, so that what is not finite in one
-leaves the others.
+heads and of tokens that do not exist get the weight 0. No product mixes sequences, so NaN and infinity in one sequence
+change no other sequence.
 """
 
 import functools
@@ -20,9 +20,9 @@ from chunkwise.shared.serving import mixer_tile, ring_tile
 
 
 def existing(x: jax.Array, count, rows: int) -> jax.Array:
-    """Return x with zeros for tokens that do not exist, which may hold anything; each has so many rows, 32 bits each.
+    """Return x with zeros for tokens that do not exist, whose rows may hold anything; a token has `rows` rows.
 
-    Numbers of 16 bits are taken in pairs of rows.
+    Numbers of 16 bits are selected in pairs of rows, as words of 32 bits.
     """
     words = x if x.dtype.itemsize == 4 else pltpu.bitcast(x, jnp.uint32)
     row = lax.broadcasted_iota(jnp.int32, words.shape, 0)
@@ -31,18 +31,19 @@ def existing(x: jax.Array, count, rows: int) -> jax.Array:
 
 
 def remaining(gates: list[jax.Array], HV: int) -> tuple[jax.Array, jax.Array]:
-    """Return what is left of tokens and of states at the ends of rings.
+    """Return the decays of tokens and of states up to the ends of rings.
 
     Args:
-      gates: [L, rows] of every sequence, of all heads once or several times; zeros for tokens that do not exist.
-      HV: heads.
+      gates: for every sequence [L, rows], the gates of all heads once or several times; zeros for tokens that do not
+        exist.
+      HV: value heads.
 
     Returns:
-      [n rows, L HV], and [n, rows].
+      For tokens [n rows, L HV], and for states [n, rows].
     """
     L = len(gates[0])
     start = jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in gates])
-    # A product with a zero must be zero.
+    # Gates of -inf become finite, because -inf times 0 is NaN.
     rows = jnp.maximum(jnp.concatenate(gates, axis=1).T, jnp.finfo(jnp.float32).min)  # [n HV, L]
     token, column = (lax.broadcasted_iota(jnp.int32, (L, L * HV), axis) for axis in (0, 1))
     later = (token > lax.div(column, jnp.int32(HV))).astype(jnp.bfloat16)[None]
@@ -53,9 +54,9 @@ def score(rows: list[jax.Array], keys: Sequence[jax.Array], counts: list[Any], H
     """Return the products of keys and queries with the keys of rings, [n 2 HV, L H].
 
     Args:
-      rows: parts of keys and queries of every sequence below one another, [parts 2 HV, K].
-      keys: [L H, K] of every ring.
-      counts: tokens of the rings, times the key heads.
+      rows: for every sequence, all parts of its keys and queries, [parts 2 HV, K].
+      keys: for every ring, [L H, K].
+      counts: for every ring, the number of its tokens times the key heads.
       HV: value heads.
     """
     dtype, found = keys[0].dtype, []
@@ -71,12 +72,12 @@ def weigh(scores: jax.Array, left: jax.Array, HV: int, dtype) -> list[tuple[jax.
     """Return the weights of writes for keys and queries of every sequence, in parts [1, 2 HV, L HV].
 
     Args:
-      scores: of `score`.
-      left: [n 2 HV, L HV], of `remaining`.
+      scores: the result of `score`.
+      left: [n 2 HV, L HV], the decays of `remaining` for tokens.
       HV: value heads.
-      dtype: of the writes.
+      dtype: the type of the writes.
     """
-    # Each score of a key in the columns of all of its value heads.
+    # The score of a key goes to the columns of all its value heads.
     spread = _same_key(left.shape[1], scores.shape[1], HV)
     weights = ring_tile.product(_parts(scores, dtype), (spread,), matmul.dot_nt) * left
     row, column = (lax.broadcasted_iota(jnp.int32, weights.shape, axis) for axis in (0, 1))
@@ -86,13 +87,13 @@ def weigh(scores: jax.Array, left: jax.Array, HV: int, dtype) -> list[tuple[jax.
 
 
 def read(weights: tuple[jax.Array, ...], writes: jax.Array, count) -> jax.Array:
-    """Return what keys and queries read of a ring, [2 HV, V], of its writes [L HV, V] by their weights."""
+    """Return the values that keys and queries read from a ring, [2 HV, V]: weighted sums of its writes [L HV, V]."""
     HV = weights[0].shape[1] // 2
     return ring_tile.product(weights, ring_tile.exact_parts(existing(writes, count, HV)[None], writes.dtype))
 
 
 def _same_key(rows: int, keys: int, HV: int) -> jax.Array:
-    """Return [1, L HV, L H] in bfloat16, ones where the row of a value head meets the row of its key."""
+    """Return [1, L HV, L H] in bfloat16, 1 where the column's key belongs to the row's token and value head."""
     row, key = (lax.broadcasted_iota(jnp.int32, (rows, keys), axis) for axis in (0, 1))
     H = jnp.int32(keys * HV // rows)
     return (key == lax.div(row, jnp.int32(HV)) * H + lax.rem(row, H)).astype(jnp.bfloat16)[None]
@@ -102,16 +103,16 @@ def fold(states: list[jax.Array], keys: jax.Array, writes: jax.Array, gates: jax
     """Return the states [K, V] of a slot after the tokens of its ring, in their type.
 
     Args:
-      states: of every value head, in the order of the rows of a token.
+      states: the states of all value heads, in the order of the rows of a token.
       keys, writes: [L H, K] and [L HV, V] of the ring.
       gates: [L, HV] of the ring.
-      count: tokens of the ring.
+      count: how many tokens the ring has.
     """
     HV, rows = len(states), len(writes)
     left, start = remaining([existing(gates, count, 1)], HV)
     head, row = (lax.broadcasted_iota(jnp.int32, left.shape, axis) for axis in (0, 1))
     of_row = jnp.sum(jnp.where(head == lax.rem(row, jnp.int32(HV)), left, 0.0), axis=0, keepdims=True)
-    # A key for every row of writes, times what is left of it.
+    # The decayed key for every row of writes.
     keys = existing(keys, count, len(keys) * HV // rows)
     spread, parts = _same_key(rows, len(keys), HV), ring_tile.exact_parts(keys[None], keys.dtype)
     keys = functools.reduce(jnp.add, [matmul.dot(spread, x)[0] for x in parts])
@@ -125,10 +126,10 @@ def fold(states: list[jax.Array], keys: jax.Array, writes: jax.Array, gates: jax
 
 
 def parts_of(dtype) -> int:
-    """Return how many parts a number has that meets a ring of this type."""
+    """Return how many parts a factor beside a ring of this type has."""
     return mixer_tile.PARTS if dtype == jnp.float32 else mixer_tile.PARTS - 1
 
 
 def _parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return x in parts for a product, [1, rows, columns] each."""
+    """Return x in parts for a product with this type, [1, rows, columns] each."""
     return tuple(y.astype(jnp.bfloat16)[None] for y in mixer_tile.exact_parts(x)[: parts_of(dtype)])

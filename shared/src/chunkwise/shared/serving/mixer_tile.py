@@ -117,7 +117,7 @@ def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s
 
 
 def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
-    """Return decays in nats of gates [n, lanes], which are raw where there is a law, that takes A_log and dt_bias."""
+    """Return gates [n, lanes] as decays in nats; with a law, which takes A_log and dt_bias, the gates are raw."""
     return g if s.law is None else s.law.decay(g, *s.law.in_range(A_log, dt_bias))
 
 
@@ -133,12 +133,12 @@ def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: OutputNorm) -> j
 
 
 def row_of(h: int, s: MixerStatic) -> int:
-    """Return the row of value head h in arrays [R, H], as rings have it: n = h R + r lies in row [r, h]."""
+    """Return the row of value head h in the order [R, H] of rings: value head k R + r is in row r H + k."""
     return h % s.group * s.H + h // s.group
 
 
 def by_row(x, s: MixerStatic) -> list:
-    """Return what value heads have in the order of these rows."""
+    """Return a list over value heads in the order of these rows."""
     return [x[h] for h in sorted(range(s.HV), key=lambda h: row_of(h, s))]
 
 

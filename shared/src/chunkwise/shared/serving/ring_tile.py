@@ -260,7 +260,7 @@ def fold_head(
       ring_dtype: the type of the writes in the ring.
     """
     column = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
-    # The parts of keys and of writes that are multiplied lie below one another, in one product.
+    # All parts of keys and writes that are multiplied are stacked, for one product.
     left, right = matmul.bf16_parts(keys[None], _parts(ring_dtype)), exact_parts(writes[None], ring_dtype)
     pairs = [(i, j) for j in range(len(right)) for i in range(len(left) - j)]
     left, right = (packed.concat_rows(x) for x in ([left[i] for i, _ in pairs], [right[j] for _, j in pairs]))
@@ -287,14 +287,15 @@ def _parts(dtype) -> int:
 
 
 def exact_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return x, whose numbers are of this type, in bfloat16 parts whose sum it is: one for int8 and bfloat16."""
+    """Return x, which holds numbers of this type, as bfloat16 parts with the sum x: one part for int8 and bfloat16."""
     return matmul.bf16_parts(x) if dtype == jnp.float32 else (x.astype(jnp.bfloat16),)
 
 
 def product(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...], dot=matmul.dot) -> jax.Array:
-    """Return the product of matrices [1, m, k] and [1, k, n] in parts, [m, n], without what is past the first bits.
+    """Return the product [m, n] of matrices [1, m, k] and [1, k, n] in parts, without products of two small parts.
 
-    The parts of the left factor that meet one of the right lie below one another. `dot` may take a transposed factor.
+    The parts of the left factor that are multiplied by one part of the right factor are stacked. `dot` may take a
+    transposed factor.
     """
     products, m = [], left[0].shape[1]
     for j, part in enumerate(right):
