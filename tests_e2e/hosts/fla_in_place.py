@@ -93,6 +93,9 @@ def _ours(name: str, kind: str, gates: tuple, H: int, options: dict) -> tuple[Ca
     options = {n: x for n, x in options.items() if x is not None and x is not False}
     if "gk" in options:
         options["g"] = options.pop("gk")
+    if "lower_bound" in options and "use_gate_in_kernel" not in options:
+        # A promise about gates in nats.
+        options["min_gate"] = options.pop("lower_bound")
     if ours == "simple_gla" and name != ours:
         places = {n: options.pop(n) for n in ("layer_idx", "num_layers") if n in options}
         options["g_gamma"] = _decays(name, H, **places)
@@ -112,12 +115,12 @@ def call(
             raise ValueError("Both are the same.")
         warnings.warn("transpose_state_layout", DeprecationWarning, stacklevel=2)
         state_v_first = transpose_state_layout
-    unit = options.pop("use_qk_l2norm_in_kernel", False) if name == "comba" else False
+    unit = name == "comba" and options.pop("use_qk_l2norm_in_kernel", False)
     operator, arrays = _ours(name, kind, gates, q.shape[2], options)
     if name == "delta_rule":
         arrays["g"] = torch.zeros(q.shape[:3])
     if name == "comba":
-        # Its kernels erase what the state holds before the decay, and ours after it.
+        # Its kernels read the state before the decay of a token, and ours after it.
         q, k, p = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() if unit else x for x in (q, k, arrays["p"]))
         arrays["p"] = (p * torch.exp(-arrays["g"])[..., None]).to(q.dtype)
     count()
@@ -162,8 +165,8 @@ def install(count: Callable[[], None]) -> None:
     platform = dict.fromkeys(FLAGS, False) | dict(device="cpu", device_platform="cpu", device_torch_lib=torch.cpu)
     _put("fla.utils", vars(checks) | platform)
     _put("fla.ops.utils.cache", dict(FLA_CACHE_MODE="disabled"))
-    for name in ("fla.layers", "triton"):
-        _put(name, {})
+    _put("fla.layers", {})
+    _put("triton", dict(next_power_of_2=lambda n: 1 << (n - 1).bit_length()))
     for name in OPERATORS:
         found = {f"{kind}_{name}": functools.partial(call, name, kind, count) for kind in KINDS}
         for module in ("", ".chunk", ".fused_chunk", ".fused_recurrent", ".parallel", ".utils", ".wy_fast"):
