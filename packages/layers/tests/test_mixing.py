@@ -21,7 +21,8 @@ SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 @pytest.fixture(autouse=True)
 def few_states_a_step(monkeypatch):
     """Let a grid step take two sequences, so that there are several, and less to compile."""
-    monkeypatch.setattr(mixer_launch, "_STATES", 4)
+    for name in ("_STATES", "_STATES_OF_RINGS"):
+        monkeypatch.setattr(mixer_launch, name, 4)
 
 
 def step(name, decodes):
@@ -72,10 +73,11 @@ def test_one_launch_over_rings():
     def run(pool, told, x, implementation):
         return layers.ragged_gated_delta_net(x, weights, config, pool, told, implementation=implementation)
 
+    compiled = jax.jit(run, static_argnums=3)
+    prefilled = compiled(layers.empty_pool(config, 5, replay=2), prefill, x, "xla")[1]
     results = []
     for each in ("fused", "xla"):
-        pool = run(layers.empty_pool(config, 5, replay=2), prefill, x, "xla")[1]
-        compiled = jax.jit(run, static_argnums=3)
+        pool = prefilled
         assert ("decode_mixer_fwd" in str(jax.make_jaxpr(run, static_argnums=3)(pool, decode, x[:, :2], each))) == (
             each == "fused"
         )

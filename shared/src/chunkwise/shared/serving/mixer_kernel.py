@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import packed, pools, tiles
 from chunkwise.shared.serving import mixer_ring, mixer_tile
 from chunkwise.shared.serving.mixer_refs import MixerRefs
@@ -83,21 +83,30 @@ def _fill_table(refs: MixerRefs) -> None:
         inside = jnp.minimum(n, jnp.int32(N - 1))
         decodes = (n < least) & (n < jnp.int32(N))
         end = jnp.where(decodes, jnp.clip(refs.boundaries[inside + 1], begin, T), begin)
-        some = end > begin
+        exists = end > begin
         source = existing(refs.read[inside])
         if refs.continues is not None:
             source = jnp.where(refs.continues[inside] > 0, source, jnp.int32(-1))
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_START)] = jnp.where(some, begin, T)
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_SOURCE)] = source = jnp.where(some, source, jnp.int32(-1))
+        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_START)] = jnp.where(exists, begin, T)
+        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_SOURCE)] = source = jnp.where(exists, source, jnp.int32(-1))
         refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_TARGET)] = target = jnp.where(
-            some, existing(refs.write[inside]), jnp.int32(-1)
+            exists, existing(refs.write[inside]), jnp.int32(-1)
         )
         if refs.has_rings:
             _count_tokens(refs, n, source, target)
         return end
 
+    sequences = refs.table.shape[0] // NUMBERS
+    some = tuning.largest_divisor(sequences, _UNROLLED)
+
+    # Unrolled here, because JAX's own unrolling counts in 64 bits where users enable them.
+    def fill_some(turn, begin):
+        for j in range(some):
+            begin = fill(turn * jnp.int32(some) + jnp.int32(j), begin)
+        return begin
+
     first = jnp.clip(refs.boundaries[0], jnp.int32(0), T)
-    lax.fori_loop(np.int32(0), np.int32(refs.table.shape[0] // NUMBERS), fill, first, unroll=_UNROLLED)
+    lax.fori_loop(jnp.int32(0), jnp.int32(sequences // some), fill_some, first)
 
 
 def _count_tokens(refs: MixerRefs, n, source, target) -> None:
