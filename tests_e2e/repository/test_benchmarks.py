@@ -611,12 +611,16 @@ KERNEL_CODE = """\
   0x15   :  {}
   0x16   : >> { %k = scmp.ge.s32.totalorder %s, 32 /* loop exit test */ }
   0x17   : >> { %l = sbr.rel (!%p3) target = $region6 }
-  0x18 PF: > { %m } /* Start/End empty region 4 :: Start region 5 */
-  0x19 PF: > { %n } /* Start/End empty region 3 */
-  0x1a PF: > { %o } /* Start/End empty region 9 */
-  0x1b   : > { %q = scmp.ge.s32.totalorder %s, 7 /* loop exit test */ }
-  0x1c   : > { %r = sbr.rel (!%p4) target = $region2 }
-  0x1d   :  { %s }
+  0x18   :  {}
+  0x19   : > { %t }
+  0x1a   :  {}
+  0x1b   :  {}
+  0x1c PF: > { %m } /* Start/End empty region 4 :: Start region 5 */
+  0x1d PF: > { %n } /* Start/End empty region 3 */
+  0x1e PF: > { %o } /* Start/End empty region 9 */
+  0x1f   : > { %q = scmp.ge.s32.totalorder %s, 7 /* loop exit test */ }
+  0x20   : > { %r = sbr.rel (!%p4) target = $region2 }
+  0x21   :  { %s }
 """
 
 
@@ -626,10 +630,11 @@ def test_loop_of_a_kernel():
     loop = read_loop(KERNEL_CODE)
     # The first bundle, the branch with its delay, and three bundles at the end; a region starts after the delay.
     assert (loop.turns, loop.always) == (7, 1 + 5 + 3)
-    # Its own bundle, the first branch and the end; the outer region without the one in it; two bundles and the loop.
+    # Its own bundle, the first branch and the end; the outer region without the one in it; two bundles and the loop, of
+    # which one that runs with the branch back has the depth of what follows.
     assert loop.body == 1 + 5 + 1
-    assert [region.bundles for region in loop.regions] == [5 + 1, 2 + 32 * 4]
-    assert kernel_bundles(loop, 5, [3, 2]) == 7 * 9 + 5 * 7 + 3 * 6 + 2 * 130
+    assert [region.bundles for region in loop.regions] == [5 + 1, 2 + 32 * 8]
+    assert kernel_bundles(loop, 5, [3, 2]) == 7 * 9 + 5 * 7 + 3 * 6 + 2 * 258
     with pytest.raises(ValueError, match="5 steps and 2 regions"):
         kernel_bundles(loop, 5, [3])
     # A small region that follows those of the kernel cuts the last block.
