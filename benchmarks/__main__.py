@@ -17,6 +17,7 @@ from benchmarks import (
     bench,
     bits,
     calibrate,
+    compile_times,
     decode_mixer,
     first_call,
     gpu,
@@ -135,6 +136,10 @@ def parse(arguments=None) -> argparse.Namespace:
         help="of sequences; may be repeated",
     )
     one.add_argument("--chip", action="append", choices=list(CHIPS))
+    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("compile", parents=[saved], help="processor time of compilations; needs no TPU")
+    one.add_argument("--tokens", type=int, default=8192, help="of a layer")
+    one.add_argument("--chip", choices=list(CHIPS), default="v6e")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("bench", parents=[saved], help="KDA at the shapes of a public bench, beside its times")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
@@ -256,6 +261,11 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                     about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
                     label = {"case": case, "mixture": mixture, "chip": chip}
                     yield f"{case}, {mixture}, {chip}", label, lambda a=about: [decode_mixer.estimate(*a)]
+    elif options.command == "compile":
+        for program in compile_times.programs():
+            label = program | {"chip": options.chip}
+            run = lambda a=(program, options.tokens, options.chip): [compile_times.measure(*a, options.timeout)]
+            yield ", ".join(program.values()), label, run
     elif options.command == "bench":
         for sequences, T in bench.PUBLISHED_MS:
             label = {"sequences": sequences, "T": T}

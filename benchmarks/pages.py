@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks import calibrate, decode_mixer, production
+from benchmarks import compile_times as compilations
 from benchmarks import step as steps
 from chunkwise.command import models, report, times
 from chunkwise.pipeline.operators import OPERATORS
@@ -356,13 +357,27 @@ def tpu_block() -> str:
 
 @block
 def compile_times() -> str:
-    """The processor time of the TPU compiler."""
+    """The processor time of the TPU compiler for layers, beside the time for tokamax's."""
     names = MODELS | {"mixer-qwen3-next": "Qwen3-Next's whole mixer", "mixer-kimi-linear": "Kimi-Linear's whole mixer"}
     rows, lines = rows_of("compile-v6e"), []
-    for case in values(rows, "case"):
-        found = [select(rows, case=case, **{"pass": way}) for way in PASSES]
-        lines.append([names[case], *(whole(row[0]["compile_cpu_s"]) if row else NONE for row in found)])
-    return table(["program, v6e", "forward, s", "both directions, s"], lines)
+    seconds = lambda **wanted: "; ".join(whole(row["compile_cpu_s"]) for row in select(rows, **wanted)) or NONE
+    for case in compilations.LAYERS:
+        lines.append([names[case], *(seconds(case=case, way=way) for way in PASSES)])
+    return table(["program, v6e", "forward, s; tokamax's", "both directions, s; tokamax's"], lines)
+
+
+@block
+def compile_steps() -> str:
+    """The processor time of the TPU compiler for serving steps."""
+    rows, lines = rows_of("compile-v6e"), []
+    for way in compilations.STEPS:
+        (row,) = select(rows, way=way)
+        lines.append([f"operator of Qwen3-Next, {MIXTURES[way]}", whole(row["compile_cpu_s"])])
+    for row in select(rows, way="decodes"):
+        case = decode_mixer.MIXERS[row["case"]]
+        about = f"{TITLES[case.operator]}, {case.H} / {case.HV} heads"
+        lines.append([f"whole mixer of decodes or prefills: {about}", whole(row["compile_cpu_s"])])
+    return table(["serving step, v6e", "s"], lines)
 
 
 @block
@@ -504,6 +519,24 @@ def step() -> str:
     results = [select(rows_of(f"step-{chip}"), case="qwen3-next-80b") for chip in CHIPS]
     lines = [[title, *(cell(only(rows, mixture=mixture)) for rows in results)] for mixture, title in MIXTURES.items()]
     return table(["cycles; times the floor; ms", *CHIPS], lines)
+
+
+@block
+def step_of_a_device() -> str:
+    """Serving steps of an operator at the heads that one of 8 devices has."""
+    rows, lines = rows_of("step-v6e-tp8"), []
+    titles = {
+        "decode-64": "64 decodes",
+        "decode-64-bfloat16": "64 decodes, bfloat16",
+        "decode-32-prefill-2x512-bfloat16": "32 decodes and 2 prefills of 512, bfloat16",
+    }
+    for case in values(rows, "case"):
+        layer, cells = models.MODELS[case], []
+        for mixture in titles:
+            x = only(rows, case=case, mixture=mixture)
+            cells.append(f"{whole(x['cycles'])}; {decimals(x['to_floor'])}; {decimals(x['estimate_ms'], 3)}")
+        lines.append([f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}", *cells])
+    return table(["v6e, key and value heads", *titles.values()], lines)
 
 
 @block

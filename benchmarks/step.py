@@ -68,6 +68,8 @@ MIXTURES = {
     "speculate-64x3-ring": Mixture(64, W=3, replay=16),
     "prefill-4096": Mixture(prefills=(4096,)),
     "decode-32-prefill-4096": Mixture(32, prefills=(4096,)),
+    "decode-32-prefill-2x512": Mixture(32, prefills=(512, 512)),
+    "decode-32-prefill-2x512-bfloat16": Mixture(32, prefills=(512, 512), pool="bfloat16"),
     "prefill-8192": Mixture(prefills=(8192,)),
     "prefill-8192-ragged": Mixture(prefills=(*_RAGGED, 8192 - sum(_RAGGED))),
 }

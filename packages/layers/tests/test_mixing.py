@@ -14,7 +14,10 @@ CONFIGS = {
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=32, H=1, HV=1, K=128, V=128, lower_bound=-5.0),
 }
 # The kernel is compared with float64 in `shared`, and here one token after a cache with the layer in plain JAX.
-THOROUGH = dict(test_decodes=True, test_a_token_after_a_cache=lambda name: name != "kimi_delta_attention")
+THOROUGH = dict(
+    test_decodes=True, test_a_token_after_a_cache=lambda name: name != "kimi_delta_attention",
+    test_one_launch_over_rings=True,
+)  # fmt: skip
 SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 
 

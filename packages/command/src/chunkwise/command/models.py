@@ -141,6 +141,10 @@ MODELS = {
     "minimax-text-01": Layer("simple_gla", H=64, HV=64),
     "mamba-codestral-7b": Layer("simple_gla", H=8, HV=128, V=64),
     "gla": Layer("gla", H=16, HV=16),
+    # What one of 8 devices has, over which an engine splits the heads.
+    "qwen3-next-80b-tp8": Layer("gated_delta_rule", H=2, HV=4),
+    "qwen3.5-397b-tp8": Layer("gated_delta_rule", H=2, HV=8),
+    "kimi-linear-48b-tp8": Layer("kda", H=4, HV=4),
 }
 
 
