@@ -84,8 +84,8 @@ def _ours(name: str, kind: str, gates: tuple, H: int, options: dict) -> tuple[Ca
     """Return our operator with what is static, and arrays by our names; skip a test of what only theirs has."""
     ours, order = OPERATORS[name]
     options = dict(zip(order, gates, strict=False)) | {n: x for n, x in options.items() if n not in UNREAD}
-    # Their operator of no gates divides by a sum unless it is told not to.
     lacking = [n for n in LACKING if options.get(n)]
+    # Their operator of no gates divides by a sum unless it is told not to.
     if lacking or options.pop("normalize", name == "linear_attn"):
         pytest.skip(f"Ours has none of {lacking or 'normalize'}.")
     if options.get("chunk_size", 64) not in CHUNK_SIZES.get(name, (16, 32, 64, 128)):
@@ -127,10 +127,10 @@ def call(
     turned = lambda x: x.transpose(-1, -2) if state_v_first else x
     if "initial_state" in arrays:
         arrays["initial_state"] = turned(arrays["initial_state"])
-    fixed = {n: to_jax(arrays.pop(n)) for n in ("cu_seqlens",) if n in arrays}
+    boundaries = to_jax(arrays.pop("cu_seqlens")) if "cu_seqlens" in arrays else None
 
     def run(**x):
-        o, state = operator(**x, **fixed)
+        o, state = operator(**x, cu_seqlens=boundaries)
         return (o,) if state is None else (o, state)
 
     o, *state = Ours.apply(run, ("q", "k", "v", *arrays), q, k, v, *arrays.values())

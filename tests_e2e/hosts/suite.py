@@ -22,7 +22,9 @@ PLACE, RESULT = "CHUNKWISE_SUITE_PLACE", "CHUNKWISE_SUITE_RESULT"
 
 
 def find_tests(distribution: str, files: tuple[str, ...], folder: str) -> list[Path]:
-    """Return files of tests: those that the wheel of a distribution has, or of the folder `tests` of its sources."""
+    """Return files of tests: of a path of their own, of the wheel of a distribution, or of `tests` in its sources."""
+    if all(os.path.isabs(file) for file in files):
+        return [*map(Path, files)]
     installed = {str(file): Path(file.locate()) for file in metadata.files(distribution) or ()}
     if all(file in installed for file in files):
         return [installed[file] for file in files]
