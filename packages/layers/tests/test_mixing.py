@@ -64,33 +64,37 @@ def test_one_launch(name):
     assert "decode_mixer_fwd" not in names("xla")
 
 
-def test_one_launch_over_rings():
-    """Decodes over rings are one launch, and those that a prefill has left empty are filled."""
+def test_one_launch_over_rings(monkeypatch):
+    """Decodes over rings are one launch, and fill the rings of slots that a cache has left empty."""
+    monkeypatch.setattr(mixer_launch, "_STATES_OF_RINGS", 2)
     config = CONFIGS["gated_delta_net"]
     weights = layers.init_gated_delta_net(jax.random.key(0), config)
-    x = jax.random.normal(jax.random.key(1), (1, 8, config.D))
-    slots, rows = SLOTS[jnp.array([0, 2])], jnp.arange(3, dtype=jnp.int32)
-    prefill = layers.Step(4 * rows, slots, jnp.zeros(2, bool))
-    decode = layers.Step(rows, slots, num_decodes=jnp.int32(2), num_sequences=jnp.int32(2))
+    x = jax.random.normal(jax.random.key(1), (7, 2, 1, config.D))
+    slots = SLOTS[jnp.array([0, 2])]
 
-    def run(pool, told, x, implementation):
-        return layers.ragged_gated_delta_net(x, weights, config, pool, told, implementation=implementation)
+    @jax.jit
+    def token(x, cache):
+        return layers.gated_delta_net(x, weights, config, cache=cache, output_cache=True, implementation="xla")
 
-    compiled = jax.jit(run, static_argnums=3)
-    prefilled = compiled(layers.empty_pool(config, 5, replay=2), prefill, x, "xla")[1]
-    results = []
-    for each in ("fused", "xla"):
-        pool = prefilled
-        assert ("decode_mixer_fwd" in str(jax.make_jaxpr(run, static_argnums=3)(pool, decode, x[:, :2], each))) == (
-            each == "fused"
-        )
-        outputs = []
-        for t in range(0, 6, 2):
-            y, pool = compiled(pool, decode, x[:, t : t + 2], each)
-            outputs.append(y)
-        results.append((outputs, layers.read_cache(pool, jnp.arange(5, dtype=jnp.int32)), pool.state.count))
-    for have, want in zip(*map(jax.tree.leaves, results), strict=True):
-        assert_close("rings", have, want, 1e-5)
+    @jax.jit
+    def decode(x, pool):
+        # With a number of decodes that is no array the program has one branch.
+        told = layers.Step(jnp.arange(3, dtype=jnp.int32), slots, num_decodes=2)
+        return layers.ragged_gated_delta_net(x, weights, config, pool, told, implementation="fused")
+
+    cache, pool = layers.empty_cache(config, 2), layers.empty_pool(config, 5, replay=2)
+    for t in range(4):
+        cache = token(x[t], cache)[1]
+    pool = layers.write_cache(pool, slots, cache)
+    assert "decode_mixer_fwd" in str(decode.trace(x[4].reshape(1, 2, -1), pool).jaxpr)
+    for t in range(4, 7):
+        want, cache = token(x[t], cache)
+        y, pool = decode(x[t].reshape(1, 2, -1), pool)
+        assert_close("y", y[0], want[:, 0], 1e-5)
+    for have, want in zip(*map(jax.tree.leaves, (layers.read_cache(pool, jnp.arange(5)), cache)), strict=True):
+        assert_close("cache", have, jnp.zeros_like(have).at[slots].set(want), 1e-5)
+    # The ring of a slot is full after two tokens, and the third is the first after its fold.
+    np.testing.assert_array_equal(pool.state.count, [1, 0, 0, 1, 0])
 
 
 def token(name):

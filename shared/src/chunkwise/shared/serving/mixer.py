@@ -4,6 +4,7 @@ The kernel takes an operator alone, or the whole mixer of a layer: the convoluti
 operator and the gated norm, in one launch between the projections.
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ def in_one_launch(
 ) -> Any:
     """Return the result of a serving step: by one launch if all of its sequences decode, else otherwise().
 
-    The number of decodes is traced, so the program has both branches.
+    Where a count of the step is traced, the program has both branches.
 
     Args:
       x: the mixer of the tokens of the step.
@@ -79,13 +80,16 @@ def in_one_launch(
       otherwise: returns the result of the step, by one operation after the other.
       make: makes such a result from the output [T, HV V] and the pools.
     """
+    given = slots
     slots = step_table.with_counts(Slots(*map(checks.as_int32, slots)))
     if slots.num_decodes is None or not takes_mixer(x, pools, slots, implementation):
         return otherwise()
     N = slots.state_indices.shape[0]
-    sequences = N if slots.num_sequences is None else jnp.minimum(slots.num_sequences, N)
     together = lambda: make(*decode(x, *pools, checks.as_int32(cu_seqlens), slots))
-    return lax.cond(slots.num_decodes >= sequences, together, otherwise)
+    sequences = N if given.num_sequences is None else given.num_sequences
+    if all(isinstance(count, numbers.Integral) for count in (given.num_decodes, sequences)):
+        return together() if given.num_decodes >= min(sequences, N) else otherwise()
+    return lax.cond(slots.num_decodes >= jnp.minimum(sequences, N), together, otherwise)
 
 
 def takes_mixer(
