@@ -303,6 +303,8 @@ class TransformTests(OfStage):
 class PackTests(OfStage):
     """Boundaries of packed sequences: traced ones, and wrong ones."""
 
+    THOROUGH: ClassVar = dict(test_boundaries_are_traced=lambda implementation: implementation == "xla")
+
     @both
     def test_boundaries_are_traced(self, implementation):
         x = self.stage.arrays(small(lengths=(1, 0, 19)))

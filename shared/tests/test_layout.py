@@ -13,6 +13,7 @@ from chunkwise.shared.kernels.chunking import token_owners
 from chunkwise.shared.kernels.launcher import pallas_call
 from chunkwise.shared.testing.inputs import boundaries
 
+THOROUGH = dict(test_blocks_of_a_launch=lambda lengths, backwards: (lengths is None) != backwards)
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
 # A fixed number of tokens and sequences, so that the tables compile once; the last chunk is cut short.
 T, C, N = 245, 16, 6

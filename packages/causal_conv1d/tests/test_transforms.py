@@ -1,7 +1,5 @@
 """The tests of all stages that fit the convolution, and one compilation for all ids of segments."""
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +27,6 @@ class TestConvolution(stages.TransformTests, stages.PackTests, stages.ErrorTests
         options=dict(output_final_state=True),
         split=("x", "initial_state"),
     )
-    THOROUGH: ClassVar = dict(test_64_bits_and_strict_promotion=False)
 
 
 @stages.both

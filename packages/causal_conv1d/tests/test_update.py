@@ -17,14 +17,13 @@ B, T, D, W = 3, 9, 5, 4
 TYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 QUICK_STEPS = {
     ("xla", jnp.float32, jnp.float32),
-    ("xla", jnp.float32, jnp.float16),
     ("pallas", jnp.float32, jnp.float32),
     ("pallas", jnp.bfloat16, jnp.bfloat16),
 }
 THOROUGH = dict(
     test_serving_steps=lambda implementation, dtype, pool_dtype: (implementation, dtype, pool_dtype) not in QUICK_STEPS,
     test_what_does_not_exist_is_none_in_a_step=lambda implementation: implementation == "xla",
-    test_a_slot_past_the_end_is_none=lambda past: past == 7,
+    test_a_slot_past_the_end_is_none=lambda past: past not in (6, 2147483647),
 )
 
 

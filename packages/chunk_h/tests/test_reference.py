@@ -13,7 +13,15 @@ from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
 from shared.tests.poison import assert_isolated
 
-THOROUGH = dict(test_linear_attention=lambda kind, implementation: implementation == "xla" and kind != "both")
+THOROUGH = dict(
+    test_linear_attention=lambda kind, case, implementation: (
+        kind != "both" if implementation == "xla" else bool(case.lengths) and kind not in ("both", "channels")
+    ),
+    test_gradients_of_strong_constant_gates=lambda kind, implementation: (
+        (kind == "head") != (implementation == "pallas")
+    ),
+    test_linear_attention_without_states=lambda implementation: implementation == "xla",
+)
 
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

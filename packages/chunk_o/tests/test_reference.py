@@ -12,7 +12,12 @@ from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 
-THOROUGH = dict(test_gates=lambda kind, implementation: implementation == "xla" and kind != "both")
+THOROUGH = dict(
+    test_gates=lambda lengths, kind, implementation: kind != "both" and (implementation == "xla" or not lengths),
+    test_output_has_the_type_of_the_values=lambda keys, values, implementation: (
+        (implementation == "xla") != (values == "bfloat16") or keys == values
+    ),
+)
 
 
 both = pytest.mark.parametrize("implementation", ["xla", "pallas"])

@@ -17,7 +17,7 @@ from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
 from shared.tests.documents import documented_flops
 
-THOROUGH = dict(test_interaction=lambda C: C != 64)
+THOROUGH = dict(test_interaction=lambda C, base, strength: C != 64 or (base == 8) != (strength == 1.0))
 
 
 def blocks_of(g, base):

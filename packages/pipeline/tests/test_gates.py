@@ -44,6 +44,7 @@ THOROUGH = dict(
     ),
     test_every_rate=lambda operator, implementation, law, A_log: A_log[0] < 100 or operator.startswith("chunk"),
     test_a_law_more_is_a_line_of_the_table=lambda implementation: implementation == "fused",
+    test_types_are_stated=lambda operator: not operator.per_channel,
     test_forms_of_a_rate=lambda operator: operator.chunked,
 )
 

@@ -79,6 +79,7 @@ def repeats(mode, name, implementation, sequences):
     slowest = ("chunk_gated_delta_rule", "staged"), ("chunk_kda", "fused"), ("chunk_kda", "xla")
     # Their gates are a part of others.
     slowest += ("chunk_gla", "fused"), ("chunk_gla", "xla"), ("chunk_simple_gla", "xla"), ("chunk_simple_gla", "fused")
+    slowest += ("recurrent_gla", "xla"), ("recurrent_simple_gla", "xla")
     # Plain JAX has the rules of types that the recurrent functions show.
     slowest += (("chunk_gated_delta_rule", "xla"),)
     return mode != first or sequences == "segments" or (name, implementation) in slowest

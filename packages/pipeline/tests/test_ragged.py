@@ -32,14 +32,14 @@ ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
 # Plain JAX of other operators differs in the recurrence alone, which their own tests know. KDA's package has steps of
 # its own kernel.
 QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused")
-QUICK_TYPES = [("gated_delta_rule", "fused", "bfloat16")]
 THOROUGH = dict(
     # The session `random` draws steps too, and the other tests here have one of every kind.
     test_random_steps=True,
     test_schedules=True,
     test_what_does_not_exist_is_none=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
     test_rubbish_stays_in_the_pool=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
-    test_types_of_pools=lambda operator, implementation, dtype: (operator, implementation, dtype) not in QUICK_TYPES,
+    # The packages have prefills and decodes of every type.
+    test_types_of_pools=True,
     test_stale_slots=lambda implementation: implementation == "fused",
     test_one_slot_each=True,
     test_counts_through_a_jit_with_64_bits=True,

@@ -41,7 +41,8 @@ THOROUGH = dict(
     test_acceptances=True,
     test_rejected_guesses_are_not_read=lambda operator, dtype: (operator, dtype) != ("gated_delta_rule", "float32"),
     test_a_pool_of_numpy=True,
-    test_states_read_and_written=lambda dtype, replay: (dtype, replay) not in [("float32", 8), ("int8", 0)],
+    # Layers read and write pools with rings.
+    test_states_read_and_written=lambda dtype, replay: (dtype, replay) != ("int8", 0),
 )
 
 

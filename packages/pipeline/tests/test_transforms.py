@@ -27,6 +27,7 @@ THOROUGH = dict(
     test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
     # The packages have it of their kernels.
     test_vmap=True,
+    test_new_boundaries_do_not_retrace=lambda implementation, states: implementation == "xla" and states,
     test_remat=True,
     test_shard_map=True,
     test_packed_cost_follows_tokens=True,
