@@ -42,7 +42,10 @@ def is_other(name):
 
 
 THOROUGH = dict(
-    test_operators=lambda name: name in ("recurrent_kda", "recurrent_gla", "recurrent_simple_gla"),
+    test_operators=lambda name: name not in ("recurrent_gated_delta_rule", "chunk_gated_delta_rule", "chunk_gla"),
+    # Three devices have a first one, a last one and one between; eight fill every step of a doubling.
+    test_scans=lambda devices, start: devices not in (3, 8) or start == "zeros",
+    test_launches=lambda name, remat: remat != (name == "chunk_kda"),
     test_gates=lambda name, gate: gate != "strong" or is_other(name),
     test_with_other_axes=lambda spec: spec != P(None, "b", "a"),
     test_kernels=lambda name, implementation: implementation == "staged" or name != "chunk_gated_delta_rule",

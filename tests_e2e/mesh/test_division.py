@@ -17,8 +17,6 @@ QUICK = [
     ("chunk_gated_delta_rule", "fused"),
     ("recurrent_gated_delta_rule", "fused"),
     ("chunk_gla", "xla"),
-    ("chunk_kda", "xla"),
-    ("chunk_simple_gla", "xla"),
     ("recurrent_kda", "xla"),
 ]
 THOROUGH = dict(

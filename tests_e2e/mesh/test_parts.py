@@ -92,6 +92,11 @@ def over_context(axis, check: bool, states: bool, x: dict, fixed: dict, rows=Non
 THOROUGH = dict(
     test_packed_documents=lambda axis, states: axis == "a" or not states,
     test_segments=lambda axis, states: axis == "a" or not states,
+    # Others divide rows, and channels, beside something else.
+    test_division_of_the_convolution=lambda division: (
+        division in [DIVISIONS[name] for name in ("rows", "channels", "rows-and-channels-of-one-weight")]
+    ),
+    test_division_of_the_norm=lambda name: name == "rows",
 )
 split = pytest.mark.parametrize(("axis", "check"), [(("a", "b"), True), ("a", False)], ids=["xla", "pallas"])
 

@@ -13,7 +13,10 @@ from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import assert_close, with_gradients
 from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh, place, run_of, spec_of
 
-THOROUGH = dict(test_tokens_of_the_caller_and_heads_of_the_operator=lambda check_vma: not check_vma)
+THOROUGH = dict.fromkeys(
+    ["test_tokens_of_the_caller_and_heads_of_the_operator", "test_inside_a_shard_map_over_some_axes"],
+    lambda check_vma: not check_vma,
+)
 
 NAME = "chunk_gated_delta_rule"
 DIVISIONS = {"rows-and-heads": P("a", None, "b"), "tokens": P(None, ("a", "b"))}

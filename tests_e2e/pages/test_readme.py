@@ -36,6 +36,7 @@ REPEATS = (
     "new-tpu",
     "numerics",
     "packing",
+    "prompts",
     "stages",
     "tokens-over-devices",
     "tutorial",
