@@ -777,8 +777,9 @@ def hosts_training() -> str:
             both = [row["losses"][who] for who in ("theirs", "ours")]
             losses = [decimals(found[step], 4) for step in (0, -1) for found in both]
             name = f"{row['host']} {row['version'].partition('.dev')[0]}"
-            lines.append([name, row["run"], *losses, f"{row['difference']:.0e}"])
-    head = ["host", "model", "first loss, theirs", "ours", "last loss, theirs", "ours", "largest difference"]
+            moved = f"{row['rounding']:.0e}" if "rounding" in row else "-"
+            lines.append([name, row["run"], *losses, f"{row['difference']:.0e}", moved])
+    head = ["host", "model", "first loss, theirs", "ours", "last loss, theirs", "ours", "difference", "of a unit"]
     return table(head, lines)
 
 

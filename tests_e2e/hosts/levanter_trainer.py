@@ -35,12 +35,14 @@ class Options(NamedTuple):
       policy: types of parameters and of what is computed, as jmp writes them.
       devices: over which rows are divided.
       steps: of training.
+      moved: whether all weights start one unit in the last place higher, to see what rounding grows to.
     """
 
     ours: bool = False
     policy: str = "f32"
     devices: int = 1
     steps: int = 20
+    moved: bool = False
 
 
 Batch, Position, Embed, Vocabulary, Inner = (
@@ -106,23 +108,22 @@ def loss_of(model, tokens, key=None):
 
 
 def generate(model, rows):
-    """Return the tokens that follow the beginnings of rows, greedily, and their logits."""
+    """Return the tokens that follow the beginnings of rows, greedily."""
     run = eqx.filter_jit(lambda model, tokens, states: model(tokens, states, inference=True))
     axes = (Batch, Position.resize(PROMPT))
     logits, states = run(model, haliax.named(jnp.asarray(rows[:, :PROMPT], jnp.int32), axes), (None, None))
-    last, tokens, highest = logits[Position.name, PROMPT - 1], [], []
+    last, tokens = logits[Position.name, PROMPT - 1], []
     for _ in range(GENERATED):
         token = haliax.argmax(last, Vocabulary)
         tokens.append(token.array.tolist())
-        highest.append(haliax.max(last, Vocabulary).array.astype(jnp.float32).tolist())
         step = token.broadcast_axis(Position.resize(1)).rearrange((Batch.name, Position.name))
         logits, states = run(model, step, states)
         last = logits[Position.name, 0]
-    return np.transpose(tokens).tolist(), np.transpose(highest).tolist()
+    return np.transpose(tokens).tolist()
 
 
 def main(o: Options, result: Path) -> None:
-    """Train, and generate by the layer's own decoding."""
+    """Train, and generate by the layer's decoding; with the weights of levanter's training by both operators."""
     calls = collections.Counter()
     for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
         count_calls(levanter.pipeline, name, calls)
@@ -132,10 +133,12 @@ def main(o: Options, result: Path) -> None:
         tracker=NoopConfig(), num_train_steps=o.steps, train_batch_size=Batch.size, mp=jmp.get_policy(o.policy),
         require_accelerator=False, id="tiny",
     )  # fmt: skip
+    init = lambda: Model.init(jax.random.key(1))
+    higher = lambda: jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf) if eqx.is_inexact_array(x) else x, init())
     trainer = Trainer(config, optax.adamw(3e-3), loss_of, add_default_hooks=False)
     steps, rng = [], np.random.default_rng(0)
     with trainer:
-        state = trainer.initial_state(jax.random.key(0), model_init=lambda: Model.init(jax.random.key(1)))
+        state = trainer.initial_state(jax.random.key(0), model_init=higher if o.moved else init)
         for _ in range(o.steps):
             # Tokens that can be learned: a row counts up by a stride of its own.
             starts, strides = rng.integers(0, 512, (4, 1)), rng.integers(1, 4, (4, 1))
@@ -144,8 +147,12 @@ def main(o: Options, result: Path) -> None:
             info = trainer.train_step(state, haliax.named(jnp.asarray(rows, jnp.int32), (Batch, Position)))
             state = info.state
             steps.append(dict(loss=float(info.loss), seconds=time.process_time() - start))
-        tokens, highest = generate(state.model, rows)
-    result.write_text(json.dumps(dict(steps=steps, tokens=tokens, highest=highest, calls=calls)))
+        tokens = {"ours" if o.ours else "theirs": generate(state.model, rows)}
+        found = dict(steps=steps, calls=dict(calls))
+        if not o.ours:
+            levanter.install()
+            tokens["ours"] = generate(state.model, rows)
+    result.write_text(json.dumps(found | dict(tokens=tokens)))
 
 
 if __name__ == "__main__":
