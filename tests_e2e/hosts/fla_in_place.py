@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 import torch
 
 from chunkwise import pipeline
 from tests_e2e.hosts.host import module_of, parts_of, path_of, put
 from tests_e2e.hosts.suite import compiled
+from tests_e2e.hosts.torch_arrays import Ours, to_jax
 
 # By its names: our operator, and the arrays that may follow q, k and v without a name.
 OPERATORS = {
@@ -44,32 +43,6 @@ GATES = {"gated_delta_rule": ("naive_gdn_gate",), "kda": ("naive_kda_gate", "nai
 NAIVE = ("gated_delta_rule", "kda", "gdn2", "comba", "gla", "simple_gla", "linear_attn")
 NVIDIA = ("IS_NVIDIA", *(f"IS_NVIDIA_{name}" for name in ("BLACKWELL", "HOPPER", "SM100", "SM120")))
 FLAGS = ("IS_NPU", "IS_INTEL_ALCHEMIST", *NVIDIA)
-
-
-def to_jax(x: torch.Tensor) -> jax.Array:
-    """Return an array of torch as one of JAX, integers as int32."""
-    x = x.detach()
-    if not x.is_floating_point():
-        return jnp.asarray(x.numpy(), jnp.int32)
-    return jnp.asarray(x.float().numpy(), str(x.dtype).removeprefix("torch."))
-
-
-def to_torch(x: jax.Array) -> torch.Tensor:
-    """Return an array of JAX as one of torch."""
-    return torch.from_numpy(jax.device_get(x.astype(jnp.float32)).copy()).to(getattr(torch, x.dtype.name))
-
-
-class Ours(torch.autograd.Function):
-    """A function of JAX in torch: `run` takes arrays by their names, and returns a tuple of arrays."""
-
-    @staticmethod
-    def forward(ctx, run, names, *tensors):
-        out, ctx.pull = jax.vjp(lambda *xs: run(**dict(zip(names, xs, strict=True))), *map(to_jax, tensors))
-        return tuple(map(to_torch, out))
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        return None, None, *map(to_torch, ctx.pull(tuple(map(to_jax, cotangents))))
 
 
 def _decays(name: str, H: int, layer_idx: int = 0, num_layers: int = 1) -> torch.Tensor:
