@@ -5,6 +5,7 @@ as often as a batch runs it. Waits are not counted.
 """
 
 import glob
+import itertools
 import math
 import os
 import re
@@ -168,6 +169,16 @@ def whole_bundles(text: str) -> tuple[int, int] | None:
     steps = turns[id(loops[0][1])] - 2
     turns[id(loops[0][1])] = steps
     return sum(len(own) * math.prod(turns[id(x)] for x in outer) for _, own, outer in loops), steps
+
+
+def turn_bundles(text: str) -> int:
+    """Return the bundles of one turn of a kernel's longest loop, if tables say how often it turns.
+
+    Branches skip nothing. Loops inside of it are left out, because tables tell their turns too.
+    """
+    code = _bundles(text)
+    loops = [[*bundles] for inside, bundles in itertools.groupby(code, lambda bundle: bundle.depth > 0) if inside]
+    return sum(bundle.depth == 1 for bundle in max(loops, key=len))
 
 
 def kernel_bundles(loop: Loop, steps: int, runs: Sequence[float]) -> int:

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import decode_mixer
+from benchmarks.mixer import Mixer
+from benchmarks.step import MIXTURES
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, module_of, on_v6e, path_of, put
+from tests_e2e.hosts.host import beside, module_of, on_v6e, path_of, put, run_whole
 
 # Before the first computation of the process.
 jax.config.update("jax_num_cpu_devices", 4)
@@ -209,3 +212,16 @@ def test_temporaries_on_v6e(form):
     found = on_v6e(*both, jax.eval_shape(lambda: step(lengths, decodes, 16, 32, 128, jnp.bfloat16)[0]))
     # Those of a step of decodes are small: one state has 2 MiB.
     assert found["ours"] < max(found["theirs"], 2**21)
+
+
+@pytest.mark.parametrize(("H", "HV"), [(2, 4), (2, 8)])
+def test_bundles_of_a_decode(H, HV, record):
+    """Both have the convolution, the gates and the rule of 64 decodes over a bfloat16 pool; ours has the norm too."""
+    theirs = run_whole("tpu_inference_bundles", dict(H=H, HV=HV, chip="v6e"))
+    ours = decode_mixer.estimate(
+        Mixer("gated_delta_rule", H=H, HV=HV), MIXTURES["decode-64-bfloat16"], "v6e", timeout=600
+    )  # fmt: skip
+    row = dict(theirs=theirs["bundles"] / theirs["sequences"], ours=ours["decode_bundles"] / 64)
+    about = dict(host="tpu-inference", version=metadata.version("tpu-inference"), jax=theirs["jax"])
+    record(about | dict(run=f"a decode, {H} / {HV} heads, v6e", bundles=row))
+    assert row["ours"] < row["theirs"]
