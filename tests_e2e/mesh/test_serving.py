@@ -221,7 +221,7 @@ def test_the_convolution_of_a_step_compiles_for_tpus():
 @on_tpus
 @pytest.mark.tpu
 def test_a_layer_compiles_for_tpus():
-    """Convolution, operator and norm run as kernels, and the last product is the only sum over the chips."""
+    """Decodes run as one kernel on every chip, a mixed step as several, and the last product is the only sum."""
     mesh, config = topology_mesh("v6e:2x2", "heads"), GatedDeltaNetConfig(D=256, H=4, HV=8, K=128, V=128)
     on = shardings(config, {"heads": "heads"}, mesh)
     weights = jax.eval_shape(lambda: init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
@@ -236,6 +236,7 @@ def test_a_layer_compiles_for_tpus():
     tensors = placed_shapes(mesh, tensors, (on.x, on.weights, on.cache))
     program = compile_on(mesh, run, *tensors, on_all(mesh, step_shapes(8)), donated=2)
     text = program.as_text()
-    for kernel in ("causal_conv1d", "recurrent_gated_delta_rule", "chunk_gated_delta_rule", "rms_norm_gated"):
+    steps = "recurrent_gated_delta_rule", "chunk_gated_delta_rule"
+    for kernel in ("decode_mixer", "causal_conv1d", *steps, "rms_norm_gated"):
         assert any(name.startswith(f"{kernel}_fwd") for name in launches(text)), kernel
     assert collectives(text) == ["all-reduce"]

@@ -39,11 +39,6 @@ def devices_of_heads(sharding: arguments.Sharding | None, o) -> int:
     return partition.size_of(mesh, partition.axes_of_spec(spec, 4)[2])
 
 
-def is_split(*arrays: jax.Array) -> bool:
-    """Return whether the types of some arrays say that a mesh divides them."""
-    return any(entry is not None for x in arrays for entry in jax.typeof(x).sharding.spec)
-
-
 class Letters:
     """Turns letters for the dimensions of arrays into PartitionSpecs.
 

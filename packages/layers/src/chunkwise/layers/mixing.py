@@ -1,10 +1,11 @@
 """The mixer of a delta layer, between its projections: convolutions, operator and gated norm.
 
 They run one after the other. If every sequence has one token, which follows a cache or the state in a slot, one launch
-does all of them.
+does all of them. Over a mesh whose devices share heads or rows, every device has such a launch, and sends nothing.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,22 @@ import jax.numpy as jnp
 
 from chunkwise.layers import config, norm, running
 from chunkwise.shared import compat
+from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
+from chunkwise.shared.mesh import partition
 from chunkwise.shared.serving.mixer import Mixer, decode, static_of, takes_mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
 from chunkwise.shared.serving.state_pool import StatePool
+
+_VALUES = partition.Layout(
+    "v", dict(b="rows", t="tokens", n="value heads", d="value channels"), dict(v="btnd"), results=()
+)
+# How the arguments of a mixer are split, in letters of `_VALUES`: the cache, the arrays of a step, the arrays of
+# `one_after_the_other`, A_log and dt_bias. Then the results.
+_CACHE: Any = "b.n", "bn"
+_LETTERS = (running.Cache(*_CACHE), "", ("btn", "n", "btn", "btn", "btn", ""), "n", "n")
+_RESULTS = ("btn", running.Cache(*_CACHE))
 
 
 def delta_rule(run: running.Run, x: jax.Array) -> Callable[..., running.Mixed]:
@@ -58,11 +70,21 @@ def one_after_the_other(
 
 
 def over_step(
-    run: running.Serving, config: config.LayerConfig, operators: running.Operators, *arrays, **options: Any
-) -> running.Mixed:
+    run: running.Serving, config: config.LayerConfig, operators: running.Operators, *arrays, A_log, dt_bias,
+    **options: Any,
+) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for a serving step."""
-    others = lambda: one_after_the_other(run, config, operators, *arrays, **options)
-    return run.mix(_mixer(config, *arrays, **options), others)
+    named = {name: checks.as_int32(y) for name, y in run.step._asdict().items() if hasattr(y, "shape")}
+    tree = run.pool, named, arrays, A_log, dt_bias
+    division = _find_division(run, config, arrays)
+    if division is not None and not _divides(division, run, config, tree):
+        return one_after_the_other(run, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+
+    def step(run, config, *arrays, **law):
+        others = lambda: one_after_the_other(run, config, operators, *arrays, **law, **options)
+        return run.mix(_mixer(config, *arrays, **law, **options), others)
+
+    return _where_it_lies(step, division, run, config, *tree)
 
 
 def over_token(
@@ -70,32 +92,71 @@ def over_token(
     **options: Any,
 ) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for one token of each row, which follows a cache."""
-    before: Any = run.cache
-    B, tree = arrays[0][0].shape[0], (before, arrays, A_log, dt_bias)
-    mixer = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+    tree = run.cache, {}, arrays, A_log, dt_bias
+    division = _find_division(run, config, arrays)
 
-    def others(cache, arrays, A_log, dt_bias):
+    def others(cache, _, arrays, A_log, dt_bias):
         after = dataclasses.replace(run, cache=cache)
         return one_after_the_other(after, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
 
-    def together(tokens, cache, *_):
+    def takes(run, config, *arrays, **law) -> bool:
+        pools, rows = (run.cache.conv, StatePool(run.cache.state)), arrays[0][0].shape[0]
+        slots = Slots(jax.ShapeDtypeStruct((rows,), jnp.int32))
+        return takes_mixer(_mixer(config, *arrays, **law, **options), pools, slots, run.implementation)
+
+    def token(run, config, *arrays, **law):
+        if not takes(run, config, *arrays, **law):
+            return one_after_the_other(run, config, operators, *arrays, **law, **options)
+        B, mixer = arrays[0][0].shape[0], _mixer(config, *arrays, **law, **options)
         rows = lambda n: jnp.arange(n, dtype=jnp.int32)
         slots = Slots(rows(B), num_decodes=jnp.int32(B))
-        o, conv, pool = decode(Mixer(mixer.static, *tokens), cache.conv, StatePool(cache.state), rows(B + 1), slots)
+        o, conv, pool = decode(mixer, run.cache.conv, StatePool(run.cache.state), rows(B + 1), slots)
         return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, pool.states)
 
-    slots = Slots(jax.ShapeDtypeStruct((B,), jnp.int32))
-    if not takes_mixer(mixer, (before.conv, StatePool(before.state)), slots, run.implementation):
+    one_device = division is None and takes(run, config, *arrays, A_log=A_log, dt_bias=dt_bias)
+    if not (one_device or (division is not None and _divides(division, run, config, tree))):
         return others(*tree)
-    # The gradient is taken from the other form, because one token is not worth a backward kernel. `mixer` is made of
-    # the other arguments, which get it.
+    together = functools.partial(_where_it_lies, token, division, run, config)
+    # The gradient is taken from the other form, because one token is not worth a backward kernel.
     mixed = jax.custom_vjp(together)
-    mixed.defvjp(
-        lambda tokens, *tree: (together(tokens, *tree), tree),
-        lambda tree, cotangents: (None, *jax.vjp(others, *tree)[1](cotangents)),
-    )
-    leaves, structure = jax.tree.flatten((mixer[1:], *tree))
+    mixed.defvjp(lambda *tree: (together(*tree), tree), lambda tree, cotangents: jax.vjp(others, *tree)[1](cotangents))
+    leaves, structure = jax.tree.flatten(tree)
     return mixed(*structure.unflatten(compat.vary_alike(*leaves)))
+
+
+def _find_division(run: running.Run, config: config.LayerConfig, arrays) -> partition.Division | None:
+    """Return how the values of a layer are divided over a mesh; None on one device."""
+    return partition.find_division({"v": running.by_head(arrays[0][2], config.HV)}, _VALUES, run.sharding)
+
+
+def _divides(division: partition.Division, run: running.Run, config: config.LayerConfig, tree) -> bool:
+    """Return whether every device can have one launch for its heads, and for its rows of a batch.
+
+    Devices that share a key head, a token or channels of a value, or the slots of a pool, cannot. A pool must be an
+    array.
+    """
+    whole = division.axes["t"] + division.axes["d"] + (division.axes["b"] if tree[1] else ())
+    one_launch = checks.choose_implementation(run.implementation, ("fused", "staged", "xla"), "fused") == "fused"
+    even = not whole and config.H % partition.size_of(division.mesh, division.axes["n"]) == 0
+    return one_launch and even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _LETTERS)
+
+
+def _where_it_lies(
+    mix: Callable[..., running.Mixed], division: partition.Division | None, run: running.Run,
+    config: config.LayerConfig, *tree,
+) -> running.Mixed:  # fmt: skip
+    """Call a function on one device, or on all devices of a mesh, each with its rows and heads."""
+    devices = 1 if division is None else partition.size_of(division.mesh, division.axes["n"])
+    config = dataclasses.replace(config, H=config.H // devices, HV=config.HV // devices)
+
+    def on_device(cache, step, arrays, A_log, dt_bias):
+        changed: dict[str, Any] = {run.own_cache[0]: cache}
+        if isinstance(run, running.Serving):
+            changed["step"] = run.step._replace(**step)
+        here = dataclasses.replace(run, sharding=None, **changed)
+        return mix(here, config, *arrays, A_log=A_log, dt_bias=dt_bias)
+
+    return on_device(*tree) if division is None else partition.on_devices(on_device, division, tree, _LETTERS, _RESULTS)
 
 
 def _mixer(

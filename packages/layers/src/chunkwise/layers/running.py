@@ -281,10 +281,8 @@ class Sequences:
         return x.shape[1] == 1 and all(value is None for value in self._packing.values())
 
     def continues_by_one(self, x) -> bool:
-        """Return whether each row of x is one token that follows a cache, on one device."""
-        if self.cache is None or not self.output_cache or self.sharding is not None:
-            return False
-        return self._decodes(x) and not division.is_split(*self.cache.conv)
+        """Return whether each row of x is one token that follows a cache."""
+        return self.cache is not None and self.output_cache and self._decodes(x)
 
     def convolve(self, i: int, x, weight, bias, heads: int):
         """Return convolution i with SiLU, of the channels x [B, T, C] of `heads` heads, and its cache."""
@@ -359,7 +357,7 @@ class Serving:
     def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:
         """Return the normed output of a layer and its pool; one launch makes them if the step has only decodes."""
         pool = state_pool.as_pool(self.pool.state)
-        if self.sharding is not None or division.is_split(*self.pool.conv) or (self.decode_tokens or 1) > 1:
+        if (self.decode_tokens or 1) > 1:
             return one_after_the_other()
         slots = {name: self._slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
 

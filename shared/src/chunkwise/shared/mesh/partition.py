@@ -318,6 +318,47 @@ def over_mesh(
     return _summed((o, states[0] if states else None), () if inside else tokens)
 
 
+def can_place(division: Division, arguments: Any, letters: Any) -> bool:
+    """Return whether each device can take its part of some arguments, as `on_devices` hands them out.
+
+    That is so if dimensions can be shared evenly, and are split along explicit axes as the division says or not at all.
+    """
+
+    def fits(x, wanted: list[Axes]) -> bool:
+        each = zip(_axes_of_type(x), wanted, x.shape, strict=True)
+        return all((not have or have == want) and size % size_of(division.mesh, want) == 0 for have, want, size in each)
+
+    def of_part(part_letters, part):
+        axes = [division.axes[letter] for letter in part_letters]
+        return all(fits(x, [*axes, *[()] * (x.ndim - len(axes))]) for x in jax.tree.leaves(part))
+
+    return all(jax.tree.leaves(jax.tree.map(of_part, letters, arguments)))
+
+
+def on_devices(run: Callable[..., Any], division: Division, arguments: Any, letters: Any, results: Any) -> Any:
+    """Run a function without gradient on every device of a mesh, with the part of the arguments that lies there.
+
+    Args:
+      run: takes the arguments of one device.
+      division: says how letters are split.
+      arguments: a tuple of trees of arrays.
+      letters: a tree of strings, with one for each array or for a whole part of `arguments`: the letters of the first
+        dimensions; the others are not split.
+      results: the same for the results of `run`.
+    """
+    specs = lambda tree: jax.tree.map(lambda y: _spec([division.axes[letter] for letter in y]), tree)
+    leaves, structure = jax.tree.flatten(arguments)
+    arguments = structure.unflatten(compat.vary_alike(*map(jnp.asarray, leaves)))
+    place = lambda spec, part: jax.tree.map(lambda x: _place(x, spec, division.mesh), part)
+    in_specs = specs(letters)
+    placed = jax.tree.map(place, in_specs, arguments, is_leaf=lambda y: isinstance(y, PartitionSpec))
+    call = jax.shard_map(
+        lambda *parts: run(*jax.tree.map(_unmarked, parts)), mesh=division.mesh, axis_names=set(division.names),
+        in_specs=in_specs, out_specs=specs(results), check_vma=False,
+    )  # fmt: skip
+    return compat.vary_over(compat.varying_axes(*jax.tree.leaves(arguments)), call(*placed))
+
+
 def _summed(results: tuple[jax.Array, jax.Array | None], axes: Axes) -> tuple[jax.Array, jax.Array | None]:
     """Return results with the sum of the states over these axes."""
     o, states = results
