@@ -132,7 +132,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument(
         "--mixture",
         action="append",
-        choices=[*decode_mixer.MIXTURES, decode_mixer.RINGS],
+        choices=decode_mixer.mixtures("qwen3-next-80b-tp8"),
         help="of sequences; may be repeated",
     )
     one.add_argument("--chip", action="append", choices=list(CHIPS))

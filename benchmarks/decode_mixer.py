@@ -31,18 +31,19 @@ MIXERS = {
     "qwen3-next-80b": Mixer("gated_delta_rule", H=16, HV=32),
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
-# Over rings the launch takes a few heads, each with a gate.
-RINGS = "decode-64-bfloat16-ring"
-_OVER_RINGS = ("qwen3-next-80b-tp8",)
+# Over rings the launch takes a few heads.
+SMALLER = ["decode-64-bfloat16-ring", "decode-64-int8-ring"]
+DRAFTS = "speculate-64x3-bfloat16-ring"
+_MORE = {"qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS], "kimi-linear-48b-tp8": [*SMALLER, DRAFTS]}
 _WIDTH = 4
-# For these chips the compiler cannot profile a program that also has the branch of prefills. So the counts of the step
-# are static there, and the program has one branch.
+# For these chips, and for int8 without a ring, the compiler cannot profile a program that also has the branch of
+# prefills. So the counts of the step are static there, and the program has one branch.
 _ONE_WAY = ("v5e", "v5p")
 
 
 def mixtures(name: str) -> list[str]:
     """Return the mixtures of a case."""
-    return [*MIXTURES, *([RINGS] if name in _OVER_RINGS else [])]
+    return [*MIXTURES, *_MORE.get(name, [])]
 
 
 def _layer(case: Mixer):
@@ -59,11 +60,12 @@ def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str, known: bool 
     With `known` the counts of the step are static numbers, otherwise they are traced.
     """
     compiler.setup(flags)
-    if mixture.replay:
+    if not mixture.over_array:
         step.leave_out_prefills()
     config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
-    conv = tuple(jax.ShapeDtypeStruct((step.SLOTS, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
+    slots = step.SLOTS * (mixture.W if mixture.replay else 1)
+    conv = tuple(jax.ShapeDtypeStruct((slots, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
     pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
     step_of = mixture.step()
     counts = {name: step_of.pop(name) for name in ("num_decodes", "num_sequences") if known}
@@ -88,7 +90,8 @@ def _launch(text: str) -> list[str]:
 def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
     """Return the bundles of the kernel, and the steps of its grid; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        # With known counts the program has one way, which is compiled in less time, and the same kernel.
+        text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False), known=True)
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
     return kernel_bundles(loop, *step.mixer_runs(loop, mixture, case.HV)), loop.turns - 2
@@ -100,7 +103,8 @@ def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:
         os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", step.hollow):
             flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
-            text = _compiled(case, mixture, chip, flags, known=chip in _ONE_WAY)
+            one_way = chip in _ONE_WAY or not (mixture.over_array or mixture.replay)
+            text = _compiled(case, mixture, chip, flags, known=one_way)
         return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text)))
 
 
@@ -119,7 +123,8 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     around = counts.pop("count_around")
     channels = 2 * case.H * case.K + case.HV * case.V
     # The bytes of the convolution's state and of the norm's gates.
-    more = mixture.N * (2 * (_WIDTH - 1) * channels * 2 + 2 * case.HV * case.V)
+    # Every token of a decode leaves a state.
+    more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}

@@ -552,7 +552,8 @@ def decodes() -> str:
                 text = (f"{whole(x['cycles'])}; {decimals(x['cycles'] / x['decode_floor'])}; " for x in found)
                 cells.append(next((f"{y}{decimals(found[0]['estimate_ms'], 3)}" for y in text), NONE))
             title, pool = f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}", steps.MIXTURES[mixture]
-            lines.append([title, f"{pool.pool}, ring of {pool.replay}" if pool.replay else pool.pool, *cells])
+            kind = f"{pool.pool}, ring of {pool.replay}" if pool.replay else pool.pool
+            lines.append([title, kind if pool.W == 1 else f"{kind}, {pool.W} tokens", *cells])
     return table(["operator, key and value heads", "states", *CHIPS], lines)
 
 

@@ -66,6 +66,7 @@ MIXTURES = {
     "decode-256-bfloat16-ring": Mixture(256, pool="bfloat16", replay=16),
     "decode-256-int8-ring": Mixture(256, pool="int8", replay=16),
     "speculate-64x3-ring": Mixture(64, W=3, replay=16),
+    "speculate-64x3-bfloat16-ring": Mixture(64, W=3, pool="bfloat16", replay=16),
     "prefill-4096": Mixture(prefills=(4096,)),
     "decode-32-prefill-4096": Mixture(32, prefills=(4096,)),
     "decode-32-prefill-2x512": Mixture(32, prefills=(512, 512)),
@@ -151,7 +152,7 @@ def mixer_runs(loop: Loop, mixture: Mixture, heads: int) -> tuple[int, list[floa
     does here. Over rings the next region goes over sequences where any of them folds, and the one in it is the fold of
     each. The last step awaits its copies and stores the outputs.
     """
-    steps, taken = loop.turns - 2, mixer_launch.sequences_of(heads, mixture.replay > 0)[0]
+    steps, taken = loop.turns - 2, mixer_launch.sequences_of(heads, mixture.replay > 0, mixture.W)[0]
     within = lambda x: sum(x.start <= y.start and y.stop <= x.stop for y in loop.regions) - 1
     clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == taken)
     runs: list[float] = [1, *[steps] * (clears - 1), *[0] * (1 + taken)]
@@ -309,8 +310,8 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
             if chunk:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
-                one = mixture.W == 1 and mixture.pool in ("float32", "bfloat16")
-                runs = mixer_runs(loop, mixture, case.HV) if one else decode_runs(found.decodes)
+                mixed = mixture.replay or (mixture.W == 1 and mixture.over_array)
+                runs = mixer_runs(loop, mixture, case.HV) if mixed else decode_runs(found.decodes)
                 runs = ring_runs(mixture, loop.regions) if "_ring_fwd" in launch else runs
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts

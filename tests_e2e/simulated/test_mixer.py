@@ -4,13 +4,15 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.shared.serving import mixer_launch
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import assert_close
 from shared.tests import mixer_suite
 
 CASES = {
     "gated_delta_rule": dict(H=1, HV=2, pool=jnp.bfloat16),
     "kda": dict(H=1, HV=1, per_channel=True),
     "ring": dict(H=2, HV=2, pool=jnp.bfloat16, ring=True),
+    "drafts": dict(H=2, HV=2, pool=jnp.bfloat16, ring=True, tokens=2),
+    "kda_int8_ring": dict(H=2, HV=2, per_channel=True, pool=jnp.int8, ring=True),
 }
 THOROUGH = dict(test_decodes=lambda case: case == "kda")
 
@@ -22,7 +24,7 @@ def test_decodes(case, monkeypatch):
         monkeypatch.setattr(mixer_launch, name, 2 * CASES[case]["HV"])
     mixer, conv, pool = mixer_suite.make(**CASES[case])
     o, _, after = mixer_suite.decode(mixer, conv, pool)
-    want_o, _, want = mixer_suite.reference(mixer, conv, mixer_suite.all_states(pool))
+    want_o, _, want = mixer_suite.reference(mixer, conv, mixer_suite.states_before(mixer, pool))
     kind = pool.states.dtype.name
-    assert_close("o", o, want_o, TOLERANCE[kind if pool.replay else "float32"])
-    assert_close("states", mixer_suite.all_states(after), want, TOLERANCE[kind])
+    assert_close("o", o, want_o, mixer_suite.LIMITS[kind if pool.replay else "float32"])
+    assert_close("states", mixer_suite.states_after(mixer, after), want, mixer_suite.LIMITS[kind])

@@ -16,7 +16,7 @@ CONFIGS = {
 # The kernel is compared with float64 in `shared`, and here one token after a cache with the layer in plain JAX.
 THOROUGH = dict(
     test_decodes=True, test_a_token_after_a_cache=lambda name: name != "kimi_delta_attention",
-    test_one_launch_over_rings=True,
+    test_one_launch_over_rings=True, test_drafts_over_rings_are_one_launch=True,
 )  # fmt: skip
 SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 
@@ -95,6 +95,17 @@ def test_one_launch_over_rings(monkeypatch):
         assert_close("cache", have, jnp.zeros_like(have).at[slots].set(want), 1e-5)
     # The ring of a slot is full after two tokens, and the third is the first after its fold.
     np.testing.assert_array_equal(pool.state.count, [1, 0, 0, 1, 0])
+
+
+def test_drafts_over_rings_are_one_launch():
+    config = CONFIGS["gated_delta_net"]
+    weights = layers.init_gated_delta_net(jax.random.key(0), config)
+    pool = layers.empty_pool(config, 5, replay=8, decode_tokens=3)
+    told = layers.Step(jnp.array([0, 3, 5], jnp.int32), SLOTS[::2], num_decodes=2, num_accepted_tokens=jnp.ones(2, int))
+    run = lambda pool, x: layers.ragged_gated_delta_net(
+        x, weights, config, pool, told, decode_tokens=3, implementation="fused"
+    )  # fmt: skip
+    assert "decode_mixer_fwd" in str(jax.make_jaxpr(run)(pool, jnp.ones((1, 5, config.D))))
 
 
 def token(name):

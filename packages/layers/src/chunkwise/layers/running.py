@@ -357,8 +357,7 @@ class Serving:
     def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:
         """Return the normed output of a layer and its pool; one launch makes them if the step has only decodes."""
         pool = state_pool.as_pool(self.pool.state)
-        if (self.decode_tokens or 1) > 1:
-            return one_after_the_other()
+        mixer = mixer._replace(static=mixer.static._replace(decode_tokens=self.decode_tokens or 1))
         slots = {name: self._slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
 
         def make(o, conv, after) -> Mixed:

@@ -1,4 +1,4 @@
-"""Decodes of one token by the kernel of `mixer_kernel`: which decodes the kernel takes, and when it runs.
+"""Decodes by the kernel of `mixer_kernel`: which decodes the kernel takes, and when it runs.
 
 The kernel takes an operator alone, or the whole mixer of a layer: the convolution with its pool, the gates, the
 operator and the gated norm, in one launch between the projections.
@@ -46,9 +46,9 @@ def fits(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -
         and [y.shape for y in x.weight] == [(n, W) for n in channels]
         and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels]
         # Over rings the convolutions have as many slots for each state as decodes have tokens.
-        and (not pool.replay or all(y.shape[0] == pool.shape[0] for y in conv))
+        and (not pool.replay or all(y.shape[0] == s.decode_tokens * pool.shape[0] for y in conv))
     )
-    return agree and _one_slot_each(slots) and _takes(x, conv, pool, slots)
+    return agree and _one_slot_each(pool, slots) and _takes(x, conv, pool, slots)
 
 
 def decode(
@@ -88,7 +88,11 @@ def in_one_launch(
     together = lambda: make(*decode(x, *pools, checks.as_int32(cu_seqlens), slots))
     sequences = N if given.num_sequences is None else given.num_sequences
     if all(isinstance(count, numbers.Integral) for count in (given.num_decodes, sequences)):
-        return together() if given.num_decodes >= min(sequences, N) else otherwise()
+        if given.num_decodes < min(sequences, N):
+            return otherwise()
+        # The other way has all checks of arguments.
+        jax.eval_shape(otherwise)
+        return together()
     return lax.cond(slots.num_decodes >= jnp.minimum(sequences, N), together, otherwise)
 
 
@@ -103,7 +107,7 @@ def takes_mixer(
 def decode_rule(
     static: DecodeStatic, x: Arguments, pool: StatePool, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, StatePool] | None:
-    """Return the output of decodes of one token, shaped as v, and the pool; None if the kernel does not take them.
+    """Return the output of decodes, shaped as v, and the pool; None if the kernel does not take them.
 
     Args:
       static: the static description of the decodes.
@@ -112,11 +116,11 @@ def decode_rule(
       cu_seqlens, slots: the boundaries and slots of the sequences, decodes first.
     """
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    if x.p is not None or static.W != 1 or not static.single or not _one_slot_each(slots):
+    if x.p is not None or (static.W != 1 and not pool.replay) or not static.single or not _one_slot_each(pool, slots):
         return None
     row = lambda y: y.reshape(-1, y[0, 0].size)
     mixer = Mixer(
-        MixerStatic(H, HV, K, V, static.scale, None, None, static.normalise, None, None, static.name),
+        MixerStatic(H, HV, K, V, static.scale, None, None, static.normalise, None, None, static.name, static.W),
         tuple(map(row, (x.q, x.k, x.v))), row(x.g), None if x.beta is None else row(x.beta),
     )  # fmt: skip
     if not _takes(mixer, (), pool, slots):
@@ -127,13 +131,15 @@ def decode_rule(
 
 def _takes(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -> bool:
     """Return whether the kernel takes tokens of these sizes."""
+    if x.static.decode_tokens > 1 and not pool.replay:
+        return False
     return mixer_launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None
 
 
-def _one_slot_each(slots: Slots) -> bool:
-    """Return whether every sequence has one slot, and starts from it regardless of its last decode."""
+def _one_slot_each(pool: StatePool, slots: Slots) -> bool:
+    """Return whether every sequence has one slot, whose ring says which tokens of its last decode are kept."""
     one = slots.state_indices.ndim == 1 or slots.state_indices.shape[1] == 1
-    return one and slots.num_accepted_tokens is None
+    return one and (slots.num_accepted_tokens is None or pool.replay > 0)
 
 
 def _column(slots: Slots) -> Slots:

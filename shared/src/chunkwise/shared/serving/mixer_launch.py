@@ -21,8 +21,10 @@ from chunkwise.shared.serving.state_pool import StatePool
 _STATES = 32
 _STATES_OF_RINGS = 64
 _MOST_HEADS = 64
-# The most value heads over rings, and the most slots of rings, whose numbers of tokens are in scalar memory.
+# The most value heads over rings, the most tokens of a decode, and the most slots, whose numbers of tokens are in
+# scalar memory.
 _RING_HEADS = 8
+_RING_TOKENS = 4
 _RING_SLOTS = 2**14
 
 
@@ -30,7 +32,7 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
     s, states = x.static, pool.states
     whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
-    if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16):
+    if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
     if pool.replay and not _takes_rings(x, pool):
         return None
@@ -38,17 +40,21 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
-    slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 for y in conv)
+    slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
+    if pool.scales is not None:
+        slot += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
-        # Keys and writes have eight rows for each token at most, and gates a register for eight tokens.
-        slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + 1)
-    each = 2 * mixer_kernel.BUFFERS * slot + 4 * (2 * width + 8 * s.HV * (s.K + s.V))
-    return next((n for n in sequences_of(s.HV, pool.replay > 0) if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
+        # Keys and writes have eight rows for each token at most, and gates too, or a register for eight tokens.
+        slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + (8 if _by_channel(pool) else 1))
+    each = 2 * mixer_kernel.BUFFERS * slot + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
+    some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
+    return next((n for n in some if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
 def _takes_rings(x: Mixer, pool: StatePool) -> bool:
-    """Return whether the kernel takes decodes over these rings: a few heads of one register each, with a gate per head.
+    """Return whether the kernel takes decodes over these rings: a few heads of one register each.
 
+    With gates per channel every value head has its key.
     For more heads `ring_kernel` is better, which copies only tokens that exist.
     """
     s = x.static
@@ -56,19 +62,25 @@ def _takes_rings(x: Mixer, pool: StatePool) -> bool:
     # padding.
     heads = s.H in (1, 2, 4, 8) and s.H * pool.keys.dtype.itemsize >= 4
     few = heads and s.HV <= _RING_HEADS and s.K == s.V == packed.LANES and pool.shape[0] <= _RING_SLOTS
-    per_head = x.g.shape[1] == s.HV and pool.gates.ndim == 3
-    return few and per_head and pool.keys.shape[2:] == (s.H, s.K)
+    gates = x.g.shape[1] == s.HV * (s.K if _by_channel(pool) else 1) and (s.H == s.HV or not _by_channel(pool))
+    few = few and s.decode_tokens <= min(_RING_TOKENS, pool.replay)
+    return few and gates and pool.keys.shape[2:] == (s.H, s.K)
 
 
-def sequences_of(heads: int, rings: bool = False) -> list[int]:
+def _by_channel(pool: StatePool) -> bool:
+    """Return whether the rings of a pool have gates per channel."""
+    return pool.gates is not None and pool.gates.ndim == 5
+
+
+def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> list[int]:
     """Return how many sequences of `heads` value heads a grid step may take, the best number first."""
-    most = _STATES_OF_RINGS if rings else _STATES
+    most = (_STATES_OF_RINGS if decode_tokens == 1 else _STATES) if rings else _STATES
     return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * heads <= max(most, heads)]
 
 
 def _rows(x: Mixer, N: int) -> int:
     """Return how many tokens the kernel sees: as many as N decodes can have, rounded up to registers of every type."""
-    return min(x.x[0].shape[0], packed.round_up(N, 32))
+    return min(x.x[0].shape[0], packed.round_up(N * x.static.decode_tokens, 32))
 
 
 def launch(
@@ -78,8 +90,9 @@ def launch(
 
     Args:
       x: the tokens of the stream, and the weights.
-      conv: pools [slots, W - 1, channels] of the convolution, one for every array of x.
-      pool: the pool of states, float32 or bfloat16, with rings or without.
+      conv: pools [slots, W - 1, channels] of the convolution, one for every array of x; with a slot for each token of a
+        decode for each slot of the states.
+      pool: the pool of states, float32, bfloat16 or int8, with rings or without.
       cu_seqlens: the boundaries as the caller gave them.
       slots: the slots of the step; `state_indices` is [N], and a number of decodes is given.
 
@@ -95,30 +108,43 @@ def launch(
         boundaries=cu_seqlens, write=slots.state_indices,
         read=slots.state_indices if slots.read_indices is None else slots.read_indices,
         continues=None if slots.has_initial_state is None else slots.has_initial_state.astype(jnp.int32),
-        decodes=count(slots.num_decodes), sequences=count(N if slots.num_sequences is None else slots.num_sequences),
+        accepted=slots.num_accepted_tokens, decodes=count(slots.num_decodes),
+        sequences=count(N if slots.num_sequences is None else slots.num_sequences),
     )  # fmt: skip
     fields = {name: y for name, y in pool._asdict().items() if y is not None}
     # The tokens of a ring become the rows of one matrix, for which XLA moves no data.
-    fields |= {name: fields[name].reshape(pool.shape[0], -1, s.K) for name in ("keys", "writes") if pool.replay}
+    in_rows = ("keys", "writes", *(("gates",) if _by_channel(pool) else ())) if pool.replay else ()
+    fields |= {name: fields[name].reshape(pool.shape[0], -1, s.K) for name in in_rows}
     held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y: pltpu.VMEM((mixer_kernel.BUFFERS, n, *y.shape[1:]), y.dtype)
     scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * mixer_kernel.NUMBERS,), jnp.int32))
     scratch["tokens"] = T + 1, x.lanes
-    scratch |= dict(rows=(n, x.lanes), outputs=(T + 1, rows))
+    m = n * s.decode_tokens
+    scratch |= dict(rows=(m, x.lanes), outputs=(T + 1, rows))
     if x.weight:
         scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
-    scratch |= {f"{kind}{j}": buffer(y) for kind in ("in", "out") for j, y in enumerate(conv)}
-    scratch |= dict(before=buffer(pool.states), after=buffer(pool.states), parts=(s.HV * 8 * n, s.K))
-    scratch |= dict(products=(s.HV * 8 * n, s.V), made=(n, rows))
+    scratch |= {f"in{j}": buffer(y) for j, y in enumerate(conv)}
+    each = (s.decode_tokens,) if s.decode_tokens > 1 else ()
+    shapes = ((mixer_kernel.BUFFERS, n, *each, *y.shape[1:]) for y in conv)
+    scratch |= {f"out{j}": pltpu.VMEM(shape, y.dtype) for j, (shape, y) in enumerate(zip(shapes, conv, strict=True))}
+    scratch |= dict(before=buffer(pool.states), after=buffer(pool.states), parts=(s.HV * 8 * m, s.K))
+    if pool.scales is not None:
+        scratch |= dict(scale_in=buffer(pool.scales), scale_out=buffer(pool.scales))
+    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
     if pool.replay:
-        token = lambda y, heads: pltpu.VMEM((mixer_kernel.BUFFERS, n, heads, y.shape[2]), y.dtype)
+        token = lambda y, heads: pltpu.VMEM((mixer_kernel.BUFFERS, n, *each, heads, y.shape[2]), y.dtype)
         keys, writes, gates = (held[name] for name in ("keys", "writes", "gates"))
         scratch |= dict(ring_key=buffer(keys), ring_write=buffer(writes), ring_gate=buffer(gates))
-        scratch |= dict(new_key=token(keys, s.H), new_write=token(writes, s.HV), new_gate=buffer(gates))
+        scratch |= dict(new_key=token(keys, s.H), new_write=token(writes, s.HV))
+        scratch["new_gate"] = token(gates, s.HV) if _by_channel(pool) else buffer(gates)
+        if _by_channel(pool):
+            scratch["starts"] = n * s.HV, s.K
+        if _by_channel(pool) or pool.scales is not None:
+            scratch["ring_parts"] = scratch["parts"]
         scratch |= {name: pltpu.SMEM(pool.count.shape, jnp.int32) for name in ("counts", "drafts_of")}
-        scratch |= dict(ring_reads=(2 * s.HV * n, s.V), counting=pltpu.SemaphoreType.DMA)
+        scratch |= dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
     scratch |= {name: pltpu.SemaphoreType.DMA((mixer_kernel.BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
         functools.partial(mixer_kernel.mixer_kernel, s=s),

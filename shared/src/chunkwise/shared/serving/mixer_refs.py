@@ -17,29 +17,38 @@ class MixerRefs(NamedTuple):
       boundaries: int32 [N + 1].
       write, read: int32 [N], the slots in the call.
       continues: int32 [N], 0 for a sequence that starts from zeros, or None.
+      accepted: int32 [N], how many tokens of the decode before are kept, or None for all.
       decodes, sequences: int32 [1], the counts of the call.
       x0, x1, x2: [T, channels], inputs of the convolution, None for arrays that there are not.
       g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
       w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], weights and biases of the convolution, or None.
       A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm, or None.
       conv0, conv1, conv2: pools of convolutions.
-      states, keys, writes, gates, count, drafts: the arrays of the `StatePool`; without rings all but states are None.
+      states, scales, keys, writes, gates, count, drafts: the arrays of the `StatePool`, or None. Tokens of a ring are
+        rows of one matrix for a slot: keys [slots, L H, K], writes [slots, L HV, V], and gates [slots, L, HV], or per
+        channel [slots, L HV, K].
       o: [T, HV V].
-      table: int32 [4 * sequences] in scalar memory, four numbers for a sequence: its token; its slots to read and to
-        write, below 0 for none; and over rings how many tokens its ring holds, or -1 minus that number if the ring is
-        folded.
+      table: int32 [6 * sequences] in scalar memory, six numbers for a sequence: its first token; its slots to read and
+        to write, below 0 for none; over rings how many tokens its ring holds, or -1 minus that number if the ring is
+        folded; and for decodes of several tokens how many it has, and the slot of convolutions that it reads.
       taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
       tokens: float32 [T + 1, lanes], all arrays of tokens side by side, each in whole registers; the last row is zeros.
-      rows: float32 [n, lanes], the tokens of the sequences of a grid step.
+      rows: float32 [m, lanes], the tokens of the n sequences of a grid step: the first tokens, then the second ones,
+        with m = n times the tokens of a decode.
       outputs: float32 [T + 1, HV V]; the last row is for sequences without a token.
-      in0, in1, in2, out0, out1, out2, before, after: buffers of slots, [2, n, ...].
+      in0, in1, in2: buffers of slots of the convolutions, [2, n, W - 1, channels]; out0, out1, out2: the same, or
+        for decodes of several tokens [2, n, tokens, W - 1, channels].
+      before, after, scale_in, scale_out: buffers of slots, [2, n, ...].
       ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
-      new_key, new_write, new_gate: buffers of tokens that are added to rings, [2, n, H, K] and [2, n, R, H, V], and of
-        gates of rings, [2, n, L, HV].
+      new_key, new_write, new_gate: buffers of tokens that are added to rings, [2, n, H, K] and [2, n, HV, V], and of
+        their gates, [2, n, HV, K], or of all gates of rings, [2, n, L, HV]. Those of several tokens have a dimension
+        of tokens after n.
       counts, drafts_of: int32 [slots] in scalar memory, the numbers of tokens of rings.
-      parts: float32 [HV 8 n, K], parts of keys and queries; products: float32 [HV 8 n, V], parts times states.
-      ring_reads: float32 [n 2 HV, V], the values that keys and queries read from rings.
-      made: float32 [n, HV V], the values that the tokens write.
+      parts: float32 [HV 8 m, K], parts of keys and queries; products: float32 [HV 8 m, V], parts times states.
+      ring_parts: the same for reads from rings; None if they are the same.
+      starts: float32 [n HV, K], the decays of states over rings for gates per channel; None for other gates.
+      ring_reads: float32 [m 2 HV, V], the values that keys and queries read from rings.
+      made: float32 [m, HV V], the values that the tokens write.
       reads, stores: semaphores of the copies, [2]; counting: the semaphore of the copies of counts.
     """
 
@@ -47,6 +56,7 @@ class MixerRefs(NamedTuple):
     write: jax.Ref
     read: jax.Ref
     continues: jax.Ref
+    accepted: jax.Ref
     decodes: jax.Ref
     sequences: jax.Ref
     x0: jax.Ref
@@ -68,6 +78,7 @@ class MixerRefs(NamedTuple):
     conv1: jax.Ref
     conv2: jax.Ref
     states: jax.Ref
+    scales: jax.Ref
     keys: jax.Ref
     writes: jax.Ref
     gates: jax.Ref
@@ -78,6 +89,7 @@ class MixerRefs(NamedTuple):
     conv1_out: jax.Ref
     conv2_out: jax.Ref
     states_out: jax.Ref
+    scales_out: jax.Ref
     keys_out: jax.Ref
     writes_out: jax.Ref
     gates_out: jax.Ref
@@ -96,6 +108,8 @@ class MixerRefs(NamedTuple):
     out2: jax.Ref
     before: jax.Ref
     after: jax.Ref
+    scale_in: jax.Ref
+    scale_out: jax.Ref
     ring_key: jax.Ref
     ring_write: jax.Ref
     ring_gate: jax.Ref
@@ -105,6 +119,8 @@ class MixerRefs(NamedTuple):
     counts: jax.Ref
     drafts_of: jax.Ref
     parts: jax.Ref
+    ring_parts: jax.Ref
+    starts: jax.Ref
     products: jax.Ref
     ring_reads: jax.Ref
     made: jax.Ref

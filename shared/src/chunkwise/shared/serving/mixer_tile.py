@@ -1,8 +1,11 @@
 """The mathematics of one token for each of n sequences: rows [n, lanes] of all sequences, and states head by head.
 
+A decode over a ring may have a few tokens. Then the rows of the second tokens come after those of the first, and so on.
+
 No operation mixes rows of different sequences, so NaN and infinity in one sequence change no other sequence.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +42,7 @@ class MixerStatic(NamedTuple):
       activation: the activation of the convolution.
       norm: the norm of the output, or None.
       name: the name of the kernel.
+      decode_tokens: the most tokens of a decode; more than 1 only over rings.
     """
 
     H: int
@@ -52,6 +56,7 @@ class MixerStatic(NamedTuple):
     activation: str | None
     norm: OutputNorm | None
     name: str
+    decode_tokens: int = 1
 
     @property
     def group(self) -> int:
@@ -124,6 +129,45 @@ def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
 def step_size(beta: jax.Array, s: MixerStatic) -> jax.Array:
     """Return the final step sizes [n, HV]."""
     return beta if s.step_size is None else s.step_size * jax.nn.sigmoid(beta)
+
+
+def by_token(x: jax.Array, s: MixerStatic) -> list[jax.Array]:
+    """Return the rows of each token of decodes, [n, lanes] each: the rows of a token are one after the other."""
+    if s.decode_tokens == 1:
+        return [x]
+    n = len(x) // s.decode_tokens
+    return [x[t * n : (t + 1) * n] for t in range(s.decode_tokens)]
+
+
+def accumulate(g: jax.Array, s: MixerStatic) -> jax.Array:
+    """Return the sums of gates from the first token of each decode to each of its tokens."""
+    return jnp.concatenate(list(itertools.accumulate(by_token(g, s), jnp.add)))
+
+
+def run_rule(q, k, v, g, beta, S_k, S_q, s: MixerStatic) -> tuple[jax.Array, jax.Array]:
+    """Return the values that tokens write, and their outputs, [rows, V] for a value head.
+
+    Args:
+      q, k, v: queries, keys and values of the head.
+      g: its gates in nats, [rows, 1] or [rows, K].
+      beta: step sizes [rows, 1], or None without the delta rule.
+      S_k, S_q: the values that keys and queries read from the state before the tokens of the decode, with all decays.
+      s: the static description.
+    """
+    q, k, v, g, S_k, S_q = (by_token(x, s) for x in (q, k, v, g, S_k, S_q))
+    written, outputs = [], []
+    for t in range(s.decode_tokens):
+        found, since = [S_k[t], S_q[t]], None
+        for u in reversed(range(t)):
+            since = g[u + 1] if since is None else since + g[u + 1]
+            key = jnp.exp(since) * k[u]
+            for j, x in enumerate((k[t], q[t])):
+                found[j] = found[j] + jnp.sum(x * key, axis=1, keepdims=True) * written[u]
+        new = v[t] if beta is None else by_token(beta, s)[t] * (v[t] - found[0])
+        written.append(new)
+        # The state after the token is read without it: o = a S^T q + (k . q) new.
+        outputs.append(found[1] + jnp.sum(q[t] * k[t], axis=1, keepdims=True) * new)
+    return jnp.concatenate(written), jnp.concatenate(outputs)
 
 
 def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: OutputNorm) -> jax.Array:

@@ -264,11 +264,15 @@ def fold_head(
     left, right = matmul.bf16_parts(keys[None], _parts(ring_dtype)), exact_parts(writes[None], ring_dtype)
     pairs = [(i, j) for j in range(len(right)) for i in range(len(left) - j)]
     left, right = (packed.concat_rows(x) for x in ([left[i] for i, _ in pairs], [right[j] for _, j in pairs]))
-    S = column * state.astype(jnp.float32) + matmul.dot_tn(left, right, jnp.bfloat16)[0]
-    if state.dtype != jnp.int8:
-        return S.astype(state.dtype), None
-    S, scales = state_pool.quantize(S)
-    return S.astype(state.dtype), tiles.to_row(scales[None])[0]
+    return stored(column * state.astype(jnp.float32) + matmul.dot_tn(left, right, jnp.bfloat16)[0], state.dtype)
+
+
+def stored(state: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Return a float32 state [K, V] in the type of a pool, and its scales [1, K], None unless it is int8."""
+    if dtype != jnp.int8:
+        return state.astype(dtype), None
+    state, scales = state_pool.quantize(state)
+    return state.astype(dtype), tiles.to_row(scales[None])[0]
 
 
 def _existing(x: jax.Array, count) -> Rows:
