@@ -53,7 +53,7 @@ def _decays(name: str, H: int, layer_idx: int = 0, num_layers: int = 1) -> torch
     return -8 / H * (1 - layer_idx / num_layers) * heads if name == "lightning_attn" else 0 * heads
 
 
-def _ours(name: str, kind: str, gates: tuple, H: int, options: dict) -> tuple[Callable, dict]:
+def _ours(name: str, kind: str, q, k, v, gates: tuple, options: dict) -> tuple[Callable, dict]:
     """Return our operator with what is static, and arrays by our names; skip a test of what only theirs has."""
     ours, order = OPERATORS[name]
     options = dict(zip(order, gates, strict=False)) | {n: x for n, x in options.items() if n not in UNREAD}
@@ -71,7 +71,15 @@ def _ours(name: str, kind: str, gates: tuple, H: int, options: dict) -> tuple[Ca
         options["min_gate"] = options.pop("lower_bound")
     if ours == "simple_gla" and name != ours:
         places = {n: options.pop(n) for n in ("layer_idx", "num_layers") if n in options}
-        options["g_gamma"] = _decays(name, H, **places)
+        options["g_gamma"] = _decays(name, q.shape[2], **places)
+    if name == "delta_rule":
+        options["g"] = torch.zeros(q.shape[:3])
+    if name == "comba":
+        # Its kernels read the state before the decay of a token, and ours after it.
+        unit = options.pop("use_qk_l2norm_in_kernel", False)
+        q, k, p = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() if unit else x for x in (q, k, options["p"]))
+        options["p"] = (p * torch.exp(-options["g"])[..., None]).to(q.dtype)
+    options |= dict(q=q, k=k, v=v)
     arrays = {n: x for n, x in options.items() if torch.is_tensor(x)}
     static = {n: x for n, x in options.items() if n not in arrays}
     return compiled(getattr(pipeline, f"{KINDS[kind]}_{ours}"), **static), arrays
@@ -88,14 +96,7 @@ def call(
             raise ValueError("Both are the same.")
         warnings.warn("transpose_state_layout", DeprecationWarning, stacklevel=2)
         state_v_first = transpose_state_layout
-    unit = name == "comba" and options.pop("use_qk_l2norm_in_kernel", False)
-    operator, arrays = _ours(name, kind, gates, q.shape[2], options)
-    if name == "delta_rule":
-        arrays["g"] = torch.zeros(q.shape[:3])
-    if name == "comba":
-        # Its kernels read the state before the decay of a token, and ours after it.
-        q, k, p = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() if unit else x for x in (q, k, arrays["p"]))
-        arrays["p"] = (p * torch.exp(-arrays["g"])[..., None]).to(q.dtype)
+    operator, arrays = _ours(name, kind, q, k, v, gates, options)
     count()
     turned = lambda x: x.transpose(-1, -2) if state_v_first else x
     if "initial_state" in arrays:
@@ -106,7 +107,7 @@ def call(
         o, state = operator(**x, cu_seqlens=boundaries)
         return (o,) if state is None else (o, state)
 
-    o, *state = Ours.apply(run, ("q", "k", "v", *arrays), q, k, v, *arrays.values())
+    o, *state = Ours.apply(run, tuple(arrays), *arrays.values())
     return o, turned(state[0]) if state else None
 
 
