@@ -38,15 +38,12 @@ def seconds(case: str, implementation: str, way: str, T: int, chip: str) -> floa
     compiler.setup()
     start = time.process_time()
     if way in STEPS:
-        step._compiled(CASES[case], step.MIXTURES[way], chip, "")
+        step.compile_step(CASES[case], step.MIXTURES[way], chip)
     elif way == "decodes":
-        decode_mixer._compiled(decode_mixer.MIXERS[case], step.MIXTURES["decode-64-bfloat16"], chip, "")
-    elif implementation == "fused":
-        fn, specs = tpu.ours((CASES | MIXERS)[case], implementation, T, way != "forward", None)
-        compiler.compile_for(fn, *specs, chip=chip, auto_layout=True)
+        decode_mixer.compile_mixer(decode_mixer.MIXERS[case], step.MIXTURES["decode-64-bfloat16"], chip)
     else:
-        with tpu_peers.on_a_tpu():
-            fn, specs = tpu_peers.PEERS[implementation].build(CASES[case], T, way != "forward")
+        with tpu.building((CASES | MIXERS)[case], implementation, T, way != "forward") as build:
+            fn, specs = build()
             compiler.compile_for(fn, *specs, chip=chip, auto_layout=True)
     return time.process_time() - start
 

@@ -34,7 +34,11 @@ MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
 SMALLER = ["decode-64-bfloat16-ring", "decode-64-int8-ring"]
 DRAFTS = "speculate-64x3-bfloat16-ring"
-_MORE = {"qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS], "kimi-linear-48b-tp8": [*SMALLER, DRAFTS]}
+_MORE = {
+    "qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS],
+    "qwen3.5-397b-tp8": SMALLER[:1],
+    "kimi-linear-48b-tp8": [*SMALLER, DRAFTS],
+}
 _WIDTH = 4
 # For these chips, and for int8 without a ring, the compiler cannot profile a program that also has the branch of
 # prefills. So the counts of the step are static there, and the program has one branch.
@@ -54,7 +58,7 @@ def _layer(case: Mixer):
     return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS
 
 
-def _compiled(case: Mixer, mixture: Mixture, chip: str, flags: str, known: bool = False) -> str:
+def compile_mixer(case: Mixer, mixture: Mixture, chip: str, flags: str = "", known: bool = False) -> str:
     """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
 
     With `known` the counts of the step are static numbers, otherwise they are traced.
@@ -91,7 +95,7 @@ def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
     """Return the bundles of the kernel, and the steps of its grid; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         # With known counts the program has one way, which is compiled in less time, and the same kernel.
-        text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False), known=True)
+        text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder, profile=False), known=True)
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
     return kernel_bundles(loop, *step.mixer_runs(loop, mixture, case.HV)), loop.turns - 2
@@ -104,7 +108,7 @@ def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:
         with mock.patch.object(launcher, "pallas_call", step.hollow):
             flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
             one_way = chip in _ONE_WAY or not (mixture.over_array or mixture.replay)
-            text = _compiled(case, mixture, chip, flags, known=one_way)
+            text = compile_mixer(case, mixture, chip, flags, known=one_way)
         return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text)))
 
 

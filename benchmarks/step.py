@@ -263,7 +263,7 @@ def _without_prefills(x, pool, *_):
     return hollow(None, x.v, name="nothing_c0", out_shape=[jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)])[0], pool
 
 
-def _compiled(case: Layer, mixture: Mixture, chip: str, flags: str) -> str:
+def compile_step(case: Layer, mixture: Mixture, chip: str, flags: str = "") -> str:
     """Compile the step for a chip with these flags and return its text; in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
 
@@ -299,7 +299,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
     """Return the bundles of both kernels in this mixture, 0 for a kernel that does not run; in a fresh process only."""
     counts = {"decode": 0, "prefill": 0}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        text = _compiled(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        text = compile_step(case, mixture, chip, tpu.dump_flags(folder, profile=False))
         # This computes, so it comes after the compiler's flags are set, which are read before the first computation.
         step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
         tokens = mixture.W if mixture.replay else None
@@ -344,7 +344,7 @@ def count_around(case: Layer, mixture: Mixture, chip: str) -> int:
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", hollow):
-            text = _compiled(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
+            text = compile_step(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
         return branch_cycles(text, tpu.profiled(folder), set(_wanted(mixture, text)))
 
 

@@ -5,6 +5,7 @@ program is compiled again without the profile, and its row has no cycles.
 """
 
 import collections
+import contextlib
 import dataclasses
 import glob
 import json
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -158,18 +159,26 @@ def turns_of(case: Layer) -> Turns:
     return turns
 
 
+@contextlib.contextmanager
+def building(case: Layer, implementation: str, T: int, backward: bool) -> Iterator[Callable[[], tuple]]:
+    """Give what builds the function of a case, ours or a peer's, and its shapes, to be compiled in this context."""
+    if implementation in tpu_peers.PEERS:
+        with tpu_peers.on_a_tpu():
+            yield lambda: tpu_peers.PEERS[implementation].build(case, T, backward)
+    else:
+        cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
+        yield lambda: ours(case, implementation, T, backward, cu_seqlens)
+
+
 def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
-    if implementation in tpu_peers.PEERS:
-        peer = tpu_peers.PEERS[implementation]
-        with tpu_peers.on_a_tpu():
-            found = figures(lambda: peer.build(case, T, backward), chip, floor, profile and peer.counted)
-        return found if peer.counted else found | dict.fromkeys(COUNTED)
-    cu_seqlens = jax.ShapeDtypeStruct((case.sequences + 1,), jnp.int32) if case.sequences else None
-    build = lambda: ours(case, implementation, T, backward, cu_seqlens)
+    counted = implementation not in tpu_peers.PEERS or tpu_peers.PEERS[implementation].counted
     whole = case.sequences or implementation != "fused" or type(case) is not Layer
-    return figures(build, chip, floor, profile, None if whole else turns_of(dataclasses.replace(case, T=T)))
+    turns = None if whole else turns_of(dataclasses.replace(case, T=T))
+    with building(case, implementation, T, backward) as build:
+        found = figures(build, chip, floor, profile and counted, turns)
+    return found if counted else found | dict.fromkeys(COUNTED)
 
 
 def figures(
