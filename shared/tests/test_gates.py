@@ -88,11 +88,7 @@ RAW = dict(use_gate_in_kernel=True)
     [
         ({}, spec(4), None, "`A_log` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
         ({}, None, spec(4), "`dt_bias` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
-        (
-            dict(lower_bound=-5.0), None, None,
-            "`lower_bound` must be None without `use_gate_in_kernel`; got -5.0: `min_gate` is the bound of gates in "
-            "nats.",
-        ),
+        (dict(lower_bound=-5.0), None, None, "`lower_bound` must be None without `use_gate_in_kernel`; got -5.0."),
         (
             RAW, None, None,
             "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",

@@ -75,8 +75,7 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
     checks.check(not doubled, "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.")
     if not activation.use_gate_in_kernel:
         for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=bound).items():
-            more = ": `min_gate` is the bound of gates in nats" if name == "lower_bound" else ""
-            checks.check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {checks.shown(x)}{more}.")
+            checks.check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {checks.shown(x)}.")
         return
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
