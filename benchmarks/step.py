@@ -149,13 +149,15 @@ def mixer_runs(loop: Loop, mixture: Mixture, heads: int) -> tuple[int, list[floa
 
     The first step begins the table of sequences. Copies of the next and of the earlier steps are counted in every step.
     Then comes a region with one for each sequence in it, which puts zeros where a sequence starts from none, as none
-    does here. Over rings the next region goes over sequences where any of them folds, and the one in it is the fold of
-    each. The last step awaits its copies and stores the outputs.
+    does here; for one sequence a step the compiler makes one region of both. Over rings the next region goes over
+    sequences where any of them folds, and the one in it is the fold of each. The last step awaits its copies and stores
+    the outputs.
     """
     steps, taken = loop.turns - 2, mixer_launch.sequences_of(heads, mixture.replay > 0, mixture.W)[0]
     within = lambda x: sum(x.start <= y.start and y.stop <= x.stop for y in loop.regions) - 1
-    clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == taken)
-    runs: list[float] = [1, *[steps] * (clears - 1), *[0] * (1 + taken)]
+    inside = taken if taken > 1 else 0
+    clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == inside)
+    runs: list[float] = [1, *[steps] * (clears - 1), *[0] * (1 + inside)]
     if mixture.replay:
         folded = 1 / mixture.folds_every
         runs += [steps * (1 - (1 - folded) ** taken), steps * folded]
