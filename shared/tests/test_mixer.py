@@ -18,7 +18,14 @@ from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
 from shared.tests import mixer_suite
 
-THOROUGH = dict(test_values=lambda case: case not in ("bfloat16", "channels", "channels, int8 ring"))
+# A pool without rings, and the rings with the most operations.
+QUICK = ("bfloat16", "channels, int8 ring")
+THOROUGH = dict(
+    test_values=lambda case: case not in QUICK,
+    test_rings_of_other_slots=True,
+    test_decode_of_an_operator=lambda delta: not delta,
+    test_compiles_as_one_launch=lambda case: case not in (*QUICK, "channels, drafts"),
+)
 
 
 pytestmark = pytest.mark.interpreted

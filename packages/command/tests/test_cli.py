@@ -12,6 +12,8 @@ from chunkwise.command import check, cli
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 
+# The other tests here run checks of fewer cases.
+THOROUGH = dict(test_check_prints_ascii_text_in_a_pipe=True)
 CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
 

@@ -39,7 +39,8 @@ THOROUGH = dict(
     test_short_schedule=True,
     test_schedules=True,
     test_acceptances=True,
-    test_rejected_guesses_are_not_read=lambda operator, dtype: (operator, dtype) != ("gated_delta_rule", "float32"),
+    # Layers reject guesses.
+    test_rejected_guesses_are_not_read=True,
     test_a_pool_of_numpy=True,
     # Layers read and write pools with rings.
     test_states_read_and_written=lambda dtype, replay: (dtype, replay) != ("int8", 0),
