@@ -74,7 +74,7 @@ def over_step(
     **options: Any,
 ) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for a serving step."""
-    named = {name: checks.as_int32(y) for name, y in run.step._asdict().items() if hasattr(y, "shape")}
+    named = {name: checks.as_int32(y) for name, y in run.slots.items() if hasattr(y, "shape")}
     tree = run.pool, named, arrays, A_log, dt_bias
     division = _find_division(run, config, arrays)
     if division is not None and not _divides(division, run, config, tree):

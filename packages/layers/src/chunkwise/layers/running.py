@@ -327,14 +327,15 @@ class Serving:
         return None
 
     @property
-    def _slots(self) -> dict:
+    def slots(self) -> dict:
+        """The arguments of an operator that say which sequences the step has, and where their states are."""
         checks.check(isinstance(self.step, Step), f"`step` must be a Step; got {type(self.step).__name__}.")
         return self.step._asdict() | {"block_size": self.block_size}
 
     @property
     def _conv_slots(self) -> dict:
         """The slots of the convolutions; over a ring, a decode writes a slot after each token."""
-        given, pool = self._slots, state_pool.as_pool(self.pool.state)
+        given, pool = self.slots, state_pool.as_pool(self.pool.state)
         if not pool.replay:
             return given
         wide = functools.partial(conv_slots, self.pool)
@@ -358,7 +359,7 @@ class Serving:
         """Return the normed output of a layer and its pool; one launch makes them if the step has only decodes."""
         pool = state_pool.as_pool(self.pool.state)
         mixer = mixer._replace(static=mixer.static._replace(decode_tokens=self.decode_tokens or 1))
-        slots = {name: self._slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
+        slots = {name: self.slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
 
         def make(o, conv, after) -> Mixed:
             # A pool is returned as it came.
@@ -373,7 +374,7 @@ class Serving:
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [1, T, HV, V] and the pool of its states after the step."""
         return operators.ragged(
-            *arrays, self.pool.state, **options, **self._slots, decode_tokens=self.decode_tokens,
+            *arrays, self.pool.state, **options, **self.slots, decode_tokens=self.decode_tokens,
             implementation=self.implementation, sharding=self.sharding,
         )  # fmt: skip
 
