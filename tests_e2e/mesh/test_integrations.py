@@ -11,13 +11,13 @@ from chunkwise.shared.testing.compare import assert_close
 from tests_e2e.mesh.meshes import MODES, make_mesh, normal
 
 nnx = pytest.importorskip("flax.nnx")
-from chunkwise.integrations.nnx import GatedDeltaNet, Mamba2Mixer, place  # noqa: E402
+from chunkwise.integrations.nnx import GatedDeltaNet, place  # noqa: E402
 from packages.integrations.tests.nnx_modules import CONFIGS  # noqa: E402
 
 AXES = dict(batch="a", tokens="b", heads="c")
 X = jax.random.normal(jax.random.key(1), (2, 24, 16))
-QUICK = ((Mamba2Mixer, "explicit"),)
-THOROUGH = dict(test_rows_tokens_and_heads=lambda kind, mode: (kind, mode) not in QUICK)
+# A module is a layer, and layers have meshes of their own.
+THOROUGH = dict(test_rows_tokens_and_heads=True)
 
 
 def loss(module, x):

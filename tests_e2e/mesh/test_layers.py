@@ -107,7 +107,8 @@ QUICK_SHARED = (("mamba2_mixer_before", "3 over 4", "explicit"),)
 QUICK_STEPS = (("mamba2_mixer_shared", "explicit"),)
 THOROUGH = dict(
     test_rows_tokens_and_heads=lambda name, packing, mode: (name, packing, mode) not in QUICK_PACKS,
-    test_inside_a_shard_map=lambda name, packing: (name, packing) != ("mamba2_mixer_groups", "documents"),
+    # Operators and convolutions are tested inside of maps.
+    test_inside_a_shard_map=True,
     test_more_devices_than_key_heads=lambda name, shared, mode: (name, shared, mode) not in QUICK_SHARED,
     test_heads_send_one_sum=lambda name, mode: (name, mode) != ("mamba2_mixer_shared", "automatic"),
     test_a_serving_step=lambda name, mode: (name, mode) not in QUICK_STEPS,
