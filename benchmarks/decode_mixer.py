@@ -126,8 +126,7 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     bundles, steps = counts.pop("count_kernel")
     around = counts.pop("count_around")
     channels = 2 * case.H * case.K + case.HV * case.V
-    # The bytes of the convolution's state and of the norm's gates.
-    # Every token of a decode leaves a state.
+    # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)

@@ -99,22 +99,25 @@ def over_token(
         after = dataclasses.replace(run, cache=cache)
         return one_after_the_other(after, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
 
-    def takes(run, config, *arrays, **law) -> bool:
-        pools, rows = (run.cache.conv, StatePool(run.cache.state)), arrays[0][0].shape[0]
-        slots = Slots(jax.ShapeDtypeStruct((rows,), jnp.int32))
-        return takes_mixer(_mixer(config, *arrays, **law, **options), pools, slots, run.implementation)
+    def find_mixer(run, config, *arrays, **law) -> Mixer | None:
+        mixer, pools = _mixer(config, *arrays, **law, **options), (run.cache.conv, StatePool(run.cache.state))
+        slots = Slots(jax.ShapeDtypeStruct((arrays[0][0].shape[0],), jnp.int32))
+        return mixer if takes_mixer(mixer, pools, slots, run.implementation) else None
 
     def token(run, config, *arrays, **law):
-        if not takes(run, config, *arrays, **law):
+        B, mixer = arrays[0][0].shape[0], find_mixer(run, config, *arrays, **law)
+        if mixer is None:
             return one_after_the_other(run, config, operators, *arrays, **law, **options)
-        B, mixer = arrays[0][0].shape[0], _mixer(config, *arrays, **law, **options)
         rows = lambda n: jnp.arange(n, dtype=jnp.int32)
         slots = Slots(rows(B), num_decodes=jnp.int32(B))
         o, conv, pool = decode(mixer, run.cache.conv, StatePool(run.cache.state), rows(B + 1), slots)
         return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, pool.states)
 
-    one_device = division is None and takes(run, config, *arrays, A_log=A_log, dt_bias=dt_bias)
-    if not (one_device or (division is not None and _divides(division, run, config, tree))):
+    if division is None:
+        one_launch = find_mixer(run, config, *arrays, A_log=A_log, dt_bias=dt_bias) is not None
+    else:
+        one_launch = _divides(division, run, config, tree)
+    if not one_launch:
         return others(*tree)
     together = functools.partial(_where_it_lies, token, division, run, config)
     # The gradient is taken from the other form, because one token is not worth a backward kernel.

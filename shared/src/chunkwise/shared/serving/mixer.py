@@ -116,7 +116,7 @@ def decode_rule(
       cu_seqlens, slots: the boundaries and slots of the sequences, decodes first.
     """
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    if x.p is not None or (static.W != 1 and not pool.replay) or not static.single or not _one_slot_each(pool, slots):
+    if x.p is not None or not static.single or not _one_slot_each(pool, slots):
         return None
     row = lambda y: y.reshape(-1, y[0, 0].size)
     mixer = Mixer(
