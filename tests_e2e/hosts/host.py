@@ -123,6 +123,21 @@ def run_whole(host: str, options: dict, **environment: str) -> dict:
         return result_of(arguments, result, Path(folder), variables, devices=options.get("devices", 1))
 
 
+def losses_of(run: dict) -> list[float]:
+    """Return the loss of every step of a trainer."""
+    return [step["loss"] for step in run["steps"]]
+
+
+def gap(a: dict, b: dict) -> float:
+    """Return the largest difference of the losses of a step of two trainers."""
+    return max(abs(x - y) for x, y in zip(losses_of(a), losses_of(b), strict=True))
+
+
+def seconds_of(run: dict) -> float:
+    """Return the least time of a step of a trainer, after those that compile."""
+    return min(step["seconds"] for step in run["steps"][2:])
+
+
 def count_calls(
     module: types.ModuleType, name: str, calls: collections.Counter, about: Callable[[dict], str] = lambda options: ""
 ) -> None:

@@ -21,6 +21,14 @@ from tests_e2e.hosts.host import result_of
 PLACE, RESULT = "CHUNKWISE_SUITE_PLACE", "CHUNKWISE_SUITE_RESULT"
 
 
+def folder_of(variable: str, what: str) -> str:
+    """Return the folder that a variable of the environment names, or skip the test; `what` is in it."""
+    folder = os.environ.get(variable)
+    if not folder:
+        pytest.skip(f"{variable} names {what}.")
+    return folder
+
+
 def find_tests(distribution: str, files: tuple[str, ...], folder: str) -> list[Path]:
     """Return files of tests: of a path of their own, of the wheel of a distribution, or of `tests` in its sources."""
     if all(os.path.isabs(file) for file in files):

@@ -3,11 +3,7 @@
 No archive of a release has them, so that FLA_TESTS in the environment names the folder `tests` of its repository.
 """
 
-import os
-
-import pytest
-
-from tests_e2e.hosts.suite import check_suite
+from tests_e2e.hosts.suite import check_suite, folder_of
 
 NAMES = (
     "gdn", "kda", "gdn2", "comba", "delta", "gla", "simple_gla", "retention", "lightning_attn", "linear_attn",
@@ -16,8 +12,6 @@ WHAT = "the tests of its operators in its repository, forward and backward, pack
 
 
 def test_its_tests(record):
-    folder = os.environ.get("FLA_TESTS")
-    if not folder:
-        pytest.skip("FLA_TESTS names the folder `tests` of flash-linear-attention's repository.")
+    folder = folder_of("FLA_TESTS", "the folder `tests` of flash-linear-attention's repository")
     files = tuple(f"{folder}/ops/test_{name}.py" for name in NAMES)
     check_suite("fla-core", "fla_in_place", files, WHAT, record)

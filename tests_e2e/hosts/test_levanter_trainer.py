@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from tests_e2e.hosts.host import run_whole
+from tests_e2e.hosts.host import gap, losses_of, run_whole, seconds_of
 
 RUNS = {
     "GatedDeltaNet, float32": {},
@@ -16,23 +16,17 @@ RUNS = {
 }
 
 
-def gap(a, b):
-    """Return the largest difference of the losses of a step."""
-    return max(abs(x["loss"] - y["loss"]) for x, y in zip(a["steps"], b["steps"], strict=True))
-
-
 def row_of(name, theirs, ours, moved):
     """Return what docs/data keeps of a run with chunkwise, one without, and one whose weights start otherwise."""
     rows = zip(theirs["tokens"]["theirs"], theirs["tokens"]["ours"], strict=True)
     pairs = [pair for row in rows for pair in zip(*row, strict=True)]
-    seconds = lambda run: min(step["seconds"] for step in run["steps"][2:])
     about = dict(host="levanter", version=metadata.version("marin-levanter"), jax=metadata.version("jax"), run=name)
     return about | dict(
         steps=len(ours["steps"]),
-        losses={who: [x["loss"] for x in run["steps"]] for who, run in (("theirs", theirs), ("ours", ours))},
+        losses=dict(theirs=losses_of(theirs), ours=losses_of(ours)),
         difference=gap(theirs, ours), rounding=gap(theirs, moved),
         tokens=len(pairs), same_tokens=sum(a == b for a, b in pairs),
-        seconds=dict(theirs=seconds(theirs), ours=seconds(ours)),
+        seconds=dict(theirs=seconds_of(theirs), ours=seconds_of(ours)),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from tests_e2e.hosts.host import run_whole
+from tests_e2e.hosts.host import gap, losses_of, run_whole, seconds_of
 
 RUNS = {
     "Qwen3-Next, float32": {},
@@ -21,21 +21,6 @@ RUNS = {
 def train(ours=None, **options):
     """Return what the trainer writes down."""
     return run_whole("maxtext_trainer", options | dict(ours=ours), DECOUPLE_GCLOUD="TRUE")
-
-
-def losses_of(run):
-    return [step["loss"] for step in run["steps"]]
-
-
-def gap(theirs, ours):
-    """Return the largest difference of the losses of a step."""
-    pairs = zip(losses_of(theirs), losses_of(ours), strict=True)
-    return max(abs(a - b) for a, b in pairs)
-
-
-def seconds_of(run):
-    """Return the least time of a step, after those that compile."""
-    return min(step["seconds"] for step in run["steps"][2:])
 
 
 def row_of(name, theirs, ours):
