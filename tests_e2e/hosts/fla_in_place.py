@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from chunkwise import pipeline
-from tests_e2e.hosts.host import module_of, parts_of, path_of, put
+from tests_e2e.hosts.host import load, parts_of, path_of, put
 from tests_e2e.hosts.suite import compiled
 from tests_e2e.hosts.torch_arrays import Ours, to_jax
 
@@ -149,8 +149,7 @@ def install(count: Callable[[], None]) -> None:
         _put(f"fla.ops.{name}.gate", vars(parts_of(path_of("fla-core", f"fla/ops/{name}/gate.py"), functions, known)))
     for name in NAIVE:
         full = f"fla.ops.{name}"
-        naive = module_of(path_of("fla-core", f"{full.replace('.', '/')}/naive.py"), f"{full}.naive")
-        put({f"{full}.naive": naive})
+        naive = load("fla-core", f"{full}.naive")
         vars(sys.modules[full]).update({n: x for n, x in vars(naive).items() if n.startswith("naive_")})
 
 

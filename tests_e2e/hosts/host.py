@@ -58,6 +58,13 @@ def module_of(path: Path, name: str, replaced: dict | None = None) -> types.Modu
     return module
 
 
+def load(distribution: str, name: str, replaced: dict | None = None) -> types.ModuleType:
+    """Return a module of an installed distribution by its full name, and let others import it, as by `module_of`."""
+    module = module_of(path_of(distribution, name.replace(".", "/") + ".py"), name, replaced)
+    put({name: module})
+    return module
+
+
 def beside(theirs: Callable, ours: Callable, *arrays, rounds: int = 5) -> str:
     """Return the least processor time of both functions, which take turns, and what they need besides their results."""
     programs, times = [jax.jit(run).lower(*arrays).compile() for run in (theirs, ours)], ([], [])

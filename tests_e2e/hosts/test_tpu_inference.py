@@ -21,26 +21,18 @@ from benchmarks.mixer import Mixer
 from benchmarks.step import MIXTURES
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, module_of, on_v6e, path_of, put, run_whole
+from tests_e2e.hosts.host import beside, load, module_of, on_v6e, path_of, run_whole
+from tests_e2e.hosts.tpu_inference_bundles import load_kernel
 
 # Before the first computation of the process.
 jax.config.update("jax_num_cpu_devices", 4)
 _GDN = "tpu_inference.kernels.gdn."
 
 
-def _module(name: str, replaced: dict | None = None) -> types.ModuleType:
-    """Return a module of tpu-inference by its full name, and let the others import it."""
-    module = module_of(path_of("tpu-inference", name.replace(".", "/") + ".py"), name, replaced)
-    put({name: module})
-    return module
-
-
-for _name in ("config", "memory_ref", "metadata", "vmem_ldst", "compute_conv1d", "compute_gdn"):
-    _module(f"{_GDN}v3.{_name}")
-KERNEL = _module(f"{_GDN}v3.wrapper")
-TOKEN_BY_TOKEN = _module(f"{_GDN}reference.ragged_gated_delta_rule_ref")
-_module(f"{_GDN}triangle_solver")
-CHUNKED = _module(f"{_GDN}reference.ragged_gated_delta_rule_chunked")
+KERNEL = load_kernel()
+TOKEN_BY_TOKEN = load("tpu-inference", f"{_GDN}reference.ragged_gated_delta_rule_ref")
+load("tpu-inference", f"{_GDN}triangle_solver")
+CHUNKED = load("tpu-inference", f"{_GDN}reference.ragged_gated_delta_rule_chunked")
 W = 4
 
 _FILE = path_of("tpu-inference", "tests/kernels/gdn_attention_v3_test.py")
@@ -70,7 +62,7 @@ def test_the_backend_is_registered():
         "vllm.envs": envs, "vllm.ray.lazy_utils": lazy, "vllm.v1.attention.backends.registry": registry,
         "tpu_inference.envs": envs,
     }  # fmt: skip
-    host = _module(path, replaced)
+    host = load("tpu-inference", path, replaced)
     sys.modules["tpu_inference"].__spec__ = types.SimpleNamespace(name="tpu_inference")
     (plugin,) = (x for x in metadata.entry_points(group="vllm.general_plugins") if x.name == "chunkwise")
     for _ in range(2):
@@ -90,7 +82,8 @@ def test_over_devices():
     utils, backends = types.ModuleType("utils"), types.ModuleType("attention_backend")
     utils.get_mesh_shape_product = lambda mesh, axis: mesh.shape[axis]
     backends.Conv1dGDNKernel = backends.GDNLinearAttentionBackend = None
-    module = _module(
+    module = load(
+        "tpu-inference",
         f"{path}gdn_attention",
         {f"{path}sharding": names, f"{path}attention_backend": backends, "tpu_inference.utils": utils},
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from benchmarks import regions, tpu
 from chunkwise.shared.testing import tpu as compiler
-from tests_e2e.hosts.host import module_of, path_of, put
+from tests_e2e.hosts.host import load
 
 WIDTH, K, SLOTS, SEQUENCES, TILE = 4, 128, 257, 64, 4
 PARTS = ("config", "memory_ref", "metadata", "vmem_ldst", "compute_conv1d", "compute_gdn", "wrapper")
@@ -34,13 +34,10 @@ class Options(NamedTuple):
     chip: str
 
 
-def kernel():
-    """Return its function, without what the rest of its package imports."""
-    for part in PARTS:
-        name = f"tpu_inference.kernels.gdn.v3.{part}"
-        module = module_of(path_of("tpu-inference", name.replace(".", "/") + ".py"), name)
-        put({name: module})
-    return module.fused_conv1d_gdn
+def load_kernel():
+    """Return the module of the kernel, without what the rest of its package imports."""
+    *_, module = [load("tpu-inference", f"tpu_inference.kernels.gdn.v3.{part}") for part in PARTS]
+    return module
 
 
 def main(o: Options, result: Path) -> None:
@@ -53,7 +50,10 @@ def main(o: Options, result: Path) -> None:
         tokens = [spec(N, n, dtype=jnp.bfloat16) for n in (channels, o.HV, o.HV)]
         pools = [spec(SLOTS, WIDTH - 1, channels), spec(SLOTS, o.HV, K, K, dtype=jnp.bfloat16)]
         weights = [spec(channels, 1, WIDTH, dtype=jnp.bfloat16), spec(o.HV), spec(o.HV)]
-        function, sizes = kernel(), dict(n_kq=o.H, n_v=o.HV, d_k=K, d_v=K, kernel_size=WIDTH, decode_tile_size=TILE)
+        function, sizes = (
+            load_kernel().fused_conv1d_gdn,
+            dict(n_kq=o.H, n_v=o.HV, d_k=K, d_v=K, kernel_size=WIDTH, decode_tile_size=TILE),
+        )
         run = lambda x, pools, w, steps: function(*x, *pools, w[0], None, *w[1:], *steps, **sizes)
         steps = [integers(N + 1), integers(N), integers(3), integers(N), integers(N)]
         text = compiler.compile_for(run, tokens, pools, weights, steps, chip=o.chip).as_text()
