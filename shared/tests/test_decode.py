@@ -36,10 +36,12 @@ IMPLEMENTATIONS = ["xla", "fused"]
 each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 THOROUGH = dict(
     test_what_does_not_exist_is_none=lambda dtype: dtype == jnp.bfloat16,
-    test_a_pool_keeps_its_type=lambda dtype: dtype == jnp.float16,
+    test_a_pool_keeps_its_type=lambda dtype, implementation: dtype == jnp.float16 or implementation == "xla",
     # The pipeline runs decodes under these modes too, and serving steps have decodes in plain JAX.
     test_modes_of_jax=True,
     test_pool=lambda implementation: implementation == "xla",
+    test_negative_slots_have_no_gradient=lambda implementation: implementation == "xla",
+    test_isolation=lambda implementation: implementation == "xla",
 )
 
 

@@ -21,8 +21,11 @@ from shared.tests import mixer_suite
 # A pool without rings, and the rings with the most operations.
 QUICK = ("bfloat16", "channels, int8 ring")
 THOROUGH = dict(
+    # A pool with rings has all that one without has.
+    test_one_sequence_is_not_finite=lambda ring: not ring,
     test_values=lambda case: case not in QUICK,
     test_rings_of_other_slots=True,
+    test_operations=lambda most: most not in (2050, 6000),
     test_decode_of_an_operator=lambda delta: not delta,
     test_compiles_as_one_launch=lambda case: case not in (*QUICK, "channels, drafts"),
 )

@@ -1,5 +1,7 @@
 """The tests of all stages that fit the convolution, and one compilation for all ids of segments."""
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +20,11 @@ def tokens(case):
 
 
 class TestConvolution(stages.TransformTests, stages.PackTests, stages.ErrorTests):
+    # Nothing else runs its kernel in these modes.
+    THOROUGH: ClassVar = dict(
+        test_64_bits_and_strict_promotion=lambda implementation: implementation == "xla",
+        test_boundaries_are_traced=lambda implementation: implementation == "xla",
+    )
     stage = stages.StageSpec(
         function=causal_conv1d,
         arguments=("x", "initial_state"),

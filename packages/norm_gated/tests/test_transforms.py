@@ -1,5 +1,7 @@
 """The tests of all stages that fit the norm: rows know nothing of one another, and no definition takes chunks."""
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +15,10 @@ def rows(case):
 
 
 class TestNorm(stages.TransformTests, stages.ErrorTests):
+    # Nothing else runs its kernel in these modes.
+    THOROUGH: ClassVar = dict(
+        test_64_bits_and_strict_promotion=lambda implementation: implementation == "xla",
+    )
     stage = stages.StageSpec(
         function=rms_norm_gated,
         arguments=("x", "z"),
