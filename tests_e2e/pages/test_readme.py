@@ -37,9 +37,11 @@ REPEATS = (
     "numerics",
     "packing",
     "prompts",
+    "serving",
     "stages",
     "tokens-over-devices",
     "tutorial",
+    "two-keys",
 )
 LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
 THOROUGH = dict(test_python=lambda page: page in LONG)
