@@ -15,7 +15,7 @@ OPERATIONS = {
     "chunk_gdn2": {"fwd": 14_600, "bwd": 4_400},
 }
 HEADS = {"chunk_gated_delta_rule": (16, 32), "chunk_simple_gla": (64, 64), "chunk_gla": (16, 16)}
-THOROUGH = dict(test_operations=lambda name: name in ("chunk_kda", "chunk_gdn2"))
+THOROUGH = dict(test_operations=lambda name: name in ("chunk_kda", "chunk_gdn2", "chunk_gated_delta_rule"))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -5,7 +5,11 @@ import pytest
 from chunkwise.fused_gdn import chunk_gated_delta_rule
 from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
 
-THOROUGH = dict(test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("rows", True, None))
+THOROUGH = dict(
+    test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("rows", True, None),
+    # A CPU takes all chunks at once, and nothing fills them.
+    test_final_states=lambda batch, on_gpu: not on_gpu or batch == "one chunk",
+)
 
 
 @pytest.mark.parametrize("passes", [None, 3])

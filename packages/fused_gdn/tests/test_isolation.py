@@ -11,7 +11,12 @@ from shared.tests.poison import assert_isolated
 # The first chunk ends inside a sequence, the second begins with a new one; one is empty; padding follows.
 PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
 QUICK = ("sequences", jnp.float32, "fused")
-THOROUGH = dict(test_isolated=lambda of, dtype, implementation: (of, dtype, implementation) != QUICK)
+THOROUGH = dict(
+    test_isolated=lambda of, dtype, implementation: (of, dtype, implementation) != QUICK,
+    test_a_spoilt_sequence_stays_so=lambda implementation: implementation == "xla",
+    # All decodes are one kernel, whose tests have this.
+    test_decode_isolated=True,
+)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])

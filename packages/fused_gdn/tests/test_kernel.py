@@ -19,6 +19,7 @@ THOROUGH = dict(
     test_every_gate_and_repeated_keys=True,
     test_error_is_below_one_pass_of_the_matrix_unit=True,
     test_packed_stream=True,
+    test_decode_continues_a_chunked_prefix=True,
     test_packed_with_states=True,
     test_no_leak_between_heads_rows_and_sequences=True,
 )

@@ -14,7 +14,10 @@ class TestSegments(SegmentTests):
     launches = (1, 3)
     THOROUGH: ClassVar = dict(
         test_values_and_gradients_of_plain_jax=True,
+        # A simulated TPU has them.
+        test_values_and_gradients_of_the_kernels=True,
         test_random_segments=True,
+        test_isolated=True,
         test_isolated_to_the_bit=True,
         test_compiles=True,
     )

@@ -6,7 +6,8 @@ from chunkwise.fused_gla.chunk import chunk, chunk_bwd
 from packages.fused_gla.tests.either_gla import chunk_either_gla as operator
 from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
-THOROUGH = dict(test_recurrence=lambda per_channel: not per_channel)
+# The reference compares the kernels with the recurrence.
+THOROUGH = dict(test_recurrence=True, test_kernels=lambda per_channel: not per_channel)
 
 
 gates = pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])

@@ -159,11 +159,12 @@ GROUPED = (
 # One of every kind is quick; types, sizes and gates that repeat a kind are thorough.
 QUICK = {
     "xla": [CASES[i] for i in (5, 7)],
-    "fused": [CASES[2]] + [KERNEL_CASES[i] for i in (1, 6)],
+    "fused": [CASES[2], KERNEL_CASES[1]],
 }
 THOROUGH = dict(
     test_recurrence=lambda case, implementation: case not in QUICK[implementation],
     test_grouped_heads=True,
+    test_recurrent=lambda case, implementation: implementation == "xla" and not case.per_channel,
 )
 
 

@@ -24,6 +24,8 @@ THOROUGH = dict(
     test_gradient_of_a_scale_of_zero=lambda implementation: implementation == "fused",
     # The pipeline has these of all operators.
     test_alone_batched_and_packed_agree=True,
+    # The delta rule has both.
+    test_gradients_under_remat_and_vmap=True,
     test_a_sequence_split_in_two_equals_the_whole=True,
 )
 

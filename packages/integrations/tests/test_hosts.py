@@ -27,8 +27,10 @@ THOROUGH = dict(
     # Documents that do not see one another are a layer that does not leak.
     test_maxtext_layer_does_not_leak=True,
     test_sglang_jax=lambda form: form == "prefill",
-    # The session of the host runs prefills.
-    test_sglang_jax_backends_pass_the_pool_on=lambda form: form == "prefill",
+    # The session of the host runs its backends.
+    test_sglang_jax_backends_pass_the_pool_on=True,
+    # Packs of the operators have documents.
+    test_maxtext_documents_do_not_see_one_another=True,
 )
 # The parameters of what each of ours stands for, as the hosts declare them; ours may have keywords more.
 SIGNATURES = {

@@ -7,7 +7,8 @@ from chunkwise.kda.chunk import chunk, chunk_bwd
 from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 # The kernels compute the same tiles, and the operator is compared with the recurrence in plain JAX.
-THOROUGH = dict(test_kernels=lambda case: case == "weak", test_recurrence=True)
+# Gradients compare the kernels with the recurrence.
+THOROUGH = dict(test_kernels=True, test_recurrence=True)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,6 +21,8 @@ THOROUGH = dict(
     test_forward_compiles=True,
     test_forward_and_backward_compile=lambda packed: not packed,
     test_raw_gates_compile=True,
+    # The chain of the pipeline is compiled so.
+    test_compiles_under_shard_map=True,
 )
 
 

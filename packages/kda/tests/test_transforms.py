@@ -20,7 +20,9 @@ HEADS = PartitionSpec(None, None, "data")
 
 THOROUGH = dict(
     test_gradient_under_vmap_and_remat=True,
-    test_transform=lambda transform, implementation: implementation == "fused" or transform == "vmap",
+    # The pipeline has exports and traced boundaries of all operators.
+    test_transform=True,
+    test_boundaries_are_traced=True,
     test_shard_map=lambda implementation: implementation == "fused",
     test_gradient_passes_the_check_of_shard_map=lambda replicated: replicated != NAMES,
     test_cost_of_a_pack_follows_its_tokens=True,

@@ -15,6 +15,9 @@ CONFIGS = {
 }
 # The kernel is compared with float64 in `shared`, and here one token after a cache with the layer in plain JAX.
 THOROUGH = dict(
+    test_one_launch=lambda name: name != "kimi_delta_attention",
+    # Decodes have gradients of their own, and layers too.
+    test_gradients_of_a_token_after_a_cache=True,
     test_decodes=True, test_a_token_after_a_cache=lambda name: name != "kimi_delta_attention",
     test_one_launch_over_rings=True, test_drafts_over_rings_are_one_launch=True,
 )  # fmt: skip

@@ -23,8 +23,8 @@ def but_for(*quick: str):
 
 
 THOROUGH = dict(
-    test_rows_from_a_cache=but_for("kimi_delta_attention"),
-    test_packed_sequences=but_for("mamba2_mixer", "lightning_attention"),
+    test_rows_from_a_cache=True,
+    test_packed_sequences=but_for("mamba2_mixer"),
     # Operators and convolutions have segments of their own, and a layer hands the ids on: see an id of padding.
     test_segments=True,
     test_an_id_of_padding=lambda name: name != "lightning_attention",
@@ -32,7 +32,8 @@ THOROUGH = dict(
     test_serving_steps=but_for("gated_delta_net"),
     test_speculation_and_a_cached_block=True,
     test_types=True,
-    test_gradients=lambda gradients: gradients != "gated_delta_net",
+    # Whole layers have gradients beside transformers' in the tests above the packages.
+    test_gradients=True,
 )
 layers = pytest.mark.parametrize("name", LAYERS)
 implementations = pytest.mark.parametrize("implementation", ["xla", "fused"])

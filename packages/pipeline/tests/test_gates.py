@@ -38,13 +38,11 @@ CASES = [
     ("recurrent_kda", "fused", "bounded packed"),
 ]
 THOROUGH = dict(
-    # Of the chunked operators one case is quick, and of each law one.
-    test_values_and_gradients=lambda operator, implementation, case: (
-        operator.startswith("chunk") and (implementation, case) != ("xla", "softplus packed")
-    ),
+    # The package of KDA has raw gates of chunks, in kernels.
+    test_values_and_gradients=lambda operator, implementation, case: operator.startswith("chunk"),
     test_every_rate=lambda operator, implementation, law, A_log: A_log[0] < 100 or operator.startswith("chunk"),
     test_a_law_more_is_a_line_of_the_table=lambda implementation: implementation == "fused",
-    test_types_are_stated=lambda operator: not operator.per_channel,
+    test_types_are_stated=lambda operator: operator.chunked or not operator.per_channel,
     test_forms_of_a_rate=lambda operator: operator.chunked,
 )
 

@@ -76,7 +76,7 @@ def repeats(mode, name, implementation, sequences):
     """Return whether a case of the sample repeats another in a second mode, or has no jit, which takes long."""
     # Gates per head in 64-bit mode and gates per channel under the strict modes.
     first = ONCE.get((name, implementation), "strict" if OPERATORS[name].per_channel else "x64")
-    slowest = ("chunk_gated_delta_rule", "staged"), ("chunk_kda", "fused"), ("chunk_kda", "xla")
+    slowest = ("chunk_gla", "staged"), ("chunk_kda", "fused"), ("chunk_kda", "xla")
     # Their gates are a part of others.
     slowest += ("chunk_gla", "fused"), ("chunk_gla", "xla"), ("chunk_simple_gla", "xla"), ("chunk_simple_gla", "fused")
     slowest += ("recurrent_gla", "xla"), ("recurrent_simple_gla", "xla")

@@ -19,8 +19,9 @@ THOROUGH = dict(
     test_lengths_and_chunk_sizes=lambda implementation, T: implementation == "xla" or T != 1,
     # The packages test their stages at such dimensions.
     test_head_dimensions=True,
-    test_grouped_heads=lambda implementation: implementation == "xla",
-    test_l2norm_and_own_scale=lambda implementation: implementation == "xla",
+    # Every stage has groups, and gradients of the chain have the norm.
+    test_grouped_heads=True,
+    test_l2norm_and_own_scale=True,
     test_repeated_keys=True,
     # The package of the fused kernel has a pack in plain JAX.
     test_packed_with_states=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,

@@ -7,7 +7,8 @@ from chunkwise.two_keys.chunk import chunk, chunk_bwd
 from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 # One of each is quick: the kernels are those of KDA, whose package has them all.
-THOROUGH = dict(test_recurrence=True, test_kernels=lambda case: case != "spikes")
+# Gradients compare the kernels with the recurrence.
+THOROUGH = dict(test_recurrence=True, test_kernels=True)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,7 +14,7 @@ from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills
 THOROUGH = dict(
     # The kernels are KDA's, whose tests have a quick one; steps have prefills too.
     test_prefills=True,
-    test_steps=lambda kind, implementation: (kind, implementation) != ("gdn2", "fused"),
+    test_steps=True,
 )
 
 

@@ -13,6 +13,8 @@ ALL = dict(
     test_isolated=True,
     test_isolated_to_the_bit=True,
     test_compiles=True,
+    # GLA's kernels have values and gradients of segments, by the same tables.
+    test_values_and_gradients_of_the_kernels=True,
 )
 
 
@@ -28,5 +30,5 @@ class TestGdn2(SegmentTests):
 
 class TestComba(TestGdn2):
     operator = staticmethod(KINDS["comba"].chunk)
-    THOROUGH: ClassVar = ALL | dict(test_values_and_gradients_of_the_kernels=True)
+    THOROUGH: ClassVar = ALL | dict(test_one_launch_a_direction=True)
     kind = "comba"
