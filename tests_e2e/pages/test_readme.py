@@ -43,7 +43,11 @@ REPEATS = (
     "tutorial",
     "two-keys",
 )
-LONG = [ROOT / "packages/layers/README.md", *(ROOT / f"docs/{name}.md" for name in REPEATS)]
+# The session `build` runs the page of the pipeline.
+LONG = [
+    *(ROOT / f"packages/{name}/README.md" for name in ("layers", "pipeline")),
+    *(ROOT / f"docs/{name}.md" for name in REPEATS),
+]
 THOROUGH = dict(test_python=lambda page: page in LONG)
 NEEDS_TORCH = re.compile(r"^(?:import|from) torch\b|transformers|\btorch\.(?:\w+\(|autograd)", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
