@@ -20,7 +20,7 @@ THOROUGH = dict(
     test_a_state_near_its_fixed_point_learns=lambda implementation: implementation == "xla",
     # Of the rows where a reset is, one in the middle of a tile is enough.
     test_a_reset_of_one_channel=True,
-    test_nothing_before_a_reset_is_left=lambda operator, row: operator != "gated_delta_rule" or row != 13,
+    test_nothing_before_a_reset_is_left=lambda operator, row: operator != "kda" or row != 13,
     test_a_repeated_key_and_step_sizes_of_a_sigmoid=lambda operator: operator != "gated_delta_rule",
 )
 

@@ -31,7 +31,7 @@ ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
 
 # Plain JAX of other operators differs in the recurrence alone, which their own tests know. KDA's package has steps of
 # its own kernel.
-QUICK = ("simple_gla", "xla"), ("simple_gla", "fused")
+QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused")
 THOROUGH = dict(
     # The session `random` draws steps too, and the other tests here have one of every kind.
     test_random_steps=True,
