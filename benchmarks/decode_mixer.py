@@ -34,12 +34,14 @@ MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
 SMALLER = ["decode-64-bfloat16-ring", "decode-64-int8-ring"]
 DRAFTS = "speculate-64x3-bfloat16-ring"
+# Every token has a slot.
+IN_SLOTS = "speculate-64x3-bfloat16"
 # Of a step with prefills only what is around the kernels is counted: `benchmarks step` counts the operator.
 MIXED = "decode-32-prefill-2x512-bfloat16"
 _MORE = {
-    "qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS],
+    "qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS, IN_SLOTS],
     "qwen3.5-397b-tp8": SMALLER[:1],
-    "kimi-linear-48b-tp8": [*SMALLER, DRAFTS],
+    "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
 _WIDTH = 4
 # For these chips, and for int8 without a ring, the compiler cannot profile a program that also has the branch of
@@ -120,10 +122,13 @@ def count_around(case: Mixer, mixture: Mixture, chip: str, rows: bool = True) ->
 def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     """Return the estimated cost of the mixer of a step on a chip that is not here.
 
-    Of a step that has prefills it returns the operations around the kernels alone.
+    Of a step that has prefills it returns the operations around the kernels alone. In the default layout of pools these
+    are counted for one chip, where the compiler can profile it.
     """
-    counted = "count_around(case, mixture, chip)", "count_around(case, mixture, chip, rows=False)"
-    counted = (counted[0],) if mixture.prefills else ("count_kernel(case, mixture, chip)", *counted)
+    around = "count_around(case, mixture, chip)", "count_around(case, mixture, chip, rows=False)"
+    counted = (
+        (around[0],) if mixture.prefills else ("count_kernel(case, mixture, chip)", *around[: 1 + (chip == "v6e")])
+    )
     counts: list = []
     for call in counted:
         code = (
@@ -131,12 +136,13 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
             f"case, mixture, chip = {case!r}, {mixture!r}, {chip!r}; dict(count={call})"
         )
         found = tpu.first_result([code], timeout)
-        if "count" not in found:
+        if "count" in found:
+            counts.append(found["count"])
+        elif call != around[1]:
             return found
-        counts.append(found["count"])
     if mixture.prefills:
         return {"around_cycles": counts[0]}
-    (bundles, steps), around, in_default_layout = counts
+    (bundles, steps), around, *in_default_layout = counts
     channels = 2 * case.H * case.K + case.HV * case.V
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
@@ -144,5 +150,6 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
     time = times.device_ms(CHIPS[chip], bundles, around, steps, floor / clock / 1e6)
-    row |= {"around_in_default_layout": in_default_layout}
+    if in_default_layout:
+        row["around_in_default_layout"] = in_default_layout[0]
     return row | {"cycles": max(bundles, floor) + around, "estimate_ms": time}
