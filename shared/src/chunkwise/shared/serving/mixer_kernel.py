@@ -188,10 +188,10 @@ def _copy_slots(refs: MixerRefs, s: MixerStatic, i, act, *only: str, out: bool =
     convs = _numbers(refs, _CONV, i) if refs.has_rings and s.decode_tokens > 1 else None
 
     def copy(n, slot, *token):
-        place, conv = (None if x is None else x[n] for x in (places, convs))
+        place, conv = (slot if x is None else x[n] for x in (places, convs))
 
         def move(kind):
-            for pool, buffer, *more in _ends(refs, s, kind, slot, place, slot if conv is None else conv, out):
+            for pool, buffer, *more in _ends(refs, s, kind, slot, place, conv, out):
                 ends = pool, buffer.at[(b, jnp.int32(n), *token, *more)]
                 act(pltpu.make_async_copy(*(ends[::-1] if out else ends), semaphores.at[b]))
 
