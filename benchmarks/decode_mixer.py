@@ -34,10 +34,14 @@ MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
 SMALLER = ["decode-64-bfloat16-ring", "decode-64-int8-ring"]
 DRAFTS = "speculate-64x3-bfloat16-ring"
+# Every token has a slot.
+IN_SLOTS = "speculate-64x3-bfloat16"
+# Of a step with prefills only what is around the kernels is counted: `benchmarks step` counts the operator.
+MIXED = "decode-32-prefill-2x512-bfloat16"
 _MORE = {
-    "qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS],
+    "qwen3-next-80b-tp8": ["decode-64-int8", *SMALLER, DRAFTS, IN_SLOTS],
     "qwen3.5-397b-tp8": SMALLER[:1],
-    "kimi-linear-48b-tp8": [*SMALLER, DRAFTS],
+    "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
 _WIDTH = 4
 # For these chips, and for int8 without a ring, the compiler cannot profile a program that also has the branch of
@@ -47,7 +51,7 @@ _ONE_WAY = ("v5e", "v5p")
 
 def mixtures(name: str) -> list[str]:
     """Return the mixtures of a case."""
-    return [*MIXTURES, *_MORE.get(name, [])]
+    return [*MIXTURES, *_MORE.get(name, []), MIXED]
 
 
 def _layer(case: Mixer):
@@ -58,13 +62,16 @@ def _layer(case: Mixer):
     return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS
 
 
-def compile_mixer(case: Mixer, mixture: Mixture, chip: str, flags: str = "", known: bool = False) -> str:
+def compile_mixer(
+    case: Mixer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
+) -> str:
     """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
 
-    With `known` the counts of the step are static numbers, otherwise they are traced.
+    With `known` the counts of the step are static numbers, otherwise they are traced. With `rows` the pools are laid
+    out in rows, otherwise in the default way.
     """
     compiler.setup(flags)
-    if not mixture.over_array:
+    if not mixture.over_array and not mixture.prefills:
         step.leave_out_prefills()
     config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
@@ -83,12 +90,12 @@ def compile_mixer(case: Mixer, mixture: Mixture, chip: str, flags: str = "", kno
         )  # fmt: skip
         return y.reshape(1, mixture.T, -1), pool
 
-    return compiler.compile_for(run, x, pool, told, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()
+    return compiler.compile_for(run, x, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,)).as_text()
 
 
-def _launch(text: str) -> list[str]:
-    """Return the launch that runs if all sequences are decodes."""
-    return [name for name in launches(text) if "decode_mixer" in name]
+def _launch(text: str, mixed: bool = False) -> list[str]:
+    """Return the launch that runs if all sequences are decodes, or if `mixed` those of a step that has prefills too."""
+    return [name for name in launches(text) if ("decode_mixer" in name) != mixed]
 
 
 def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
@@ -101,30 +108,41 @@ def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
     return kernel_bundles(loop, *step.mixer_runs(loop, mixture, case.HV)), loop.turns - 2
 
 
-def count_around(case: Mixer, mixture: Mixture, chip: str) -> int:
-    """Return the estimated cycles of the operations around the kernel; in a fresh process only."""
+def count_around(case: Mixer, mixture: Mixture, chip: str, rows: bool = True) -> int:
+    """Return the estimated cycles of the operations around the kernels; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", step.hollow):
             flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
             one_way = chip in _ONE_WAY or not (mixture.over_array or mixture.replay)
-            text = compile_mixer(case, mixture, chip, flags, known=one_way)
-        return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text)))
+            text = compile_mixer(case, mixture, chip, flags, one_way, rows)
+        return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text, bool(mixture.prefills))))
 
 
 def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
-    """Return the estimated cost of the mixer of a step of decodes on a chip that is not here."""
-    counts: dict = {}
-    for name in ("count_kernel", "count_around"):
+    """Return the estimated cost of the mixer of a step on a chip that is not here.
+
+    Of a step that has prefills it returns the operations around the kernels alone. In the default layout of pools these
+    are counted for one chip, where the compiler can profile it.
+    """
+    around = "count_around(case, mixture, chip)", "count_around(case, mixture, chip, rows=False)"
+    counted = (
+        (around[0],) if mixture.prefills else ("count_kernel(case, mixture, chip)", *around[: 1 + (chip == "v6e")])
+    )
+    counts: list = []
+    for call in counted:
         code = (
-            f"from benchmarks.decode_mixer import Mixer, Mixture, {name}; "
-            f"{{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
+            f"from benchmarks.decode_mixer import Mixer, Mixture, count_around, count_kernel; "
+            f"case, mixture, chip = {case!r}, {mixture!r}, {chip!r}; dict(count={call})"
         )
-        counts |= tpu.first_result([code], timeout)
-        if name not in counts:
-            return counts
-    bundles, steps = counts.pop("count_kernel")
-    around = counts.pop("count_around")
+        found = tpu.first_result([code], timeout)
+        if "count" in found:
+            counts.append(found["count"])
+        elif call != around[1]:
+            return found
+    if mixture.prefills:
+        return {"around_cycles": counts[0]}
+    (bundles, steps), around, *in_default_layout = counts
     channels = 2 * case.H * case.K + case.HV * case.V
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
@@ -132,4 +150,6 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
     time = times.device_ms(CHIPS[chip], bundles, around, steps, floor / clock / 1e6)
-    return row | counts | {"cycles": max(bundles, floor) + around, "estimate_ms": time}
+    if in_default_layout:
+        row["around_in_default_layout"] = in_default_layout[0]
+    return row | {"cycles": max(bundles, floor) + around, "estimate_ms": time}

@@ -545,7 +545,7 @@ def decodes() -> str:
     rows, lines = rows_of("decodes"), []
     for case in values(rows, "case"):
         layer = decode_mixer.MIXERS[case]
-        for mixture in decode_mixer.mixtures(case):
+        for mixture in (x for x in decode_mixer.mixtures(case) if not steps.MIXTURES[x].prefills):
             cells = []
             for chip in CHIPS:
                 found = [x for x in select(rows, case=case, mixture=mixture, chip=chip) if x.get("cycles")]
@@ -555,6 +555,32 @@ def decodes() -> str:
             kind = f"{pool.pool}, ring of {pool.replay}" if pool.replay else pool.pool
             lines.append([title, kind if pool.W == 1 else f"{kind}, {pool.W} tokens", *cells])
     return table(["operator, key and value heads", "states", *CHIPS], lines)
+
+
+@block
+def decodes_layout() -> str:
+    """What a layout of pools costs a step of decodes."""
+    rows = select(rows_of("decodes"), case="qwen3-next-80b-tp8", chip="v6e")
+    plain, ring = (only(rows, mixture=name) for name in ("decode-64-bfloat16", "decode-64-bfloat16-ring"))
+    layouts = lambda row: f"{whole(row['around_cycles'])} and {whole(row['around_in_default_layout'])}"
+    return (
+        f"For 64 decodes over {whole(steps.SLOTS)} slots, with 2 key and 4 value heads and bfloat16 states, the\n"
+        f"compiler for v6e expects all operations around the launch to take {layouts(plain)} cycles in rows and in\n"
+        f"the default layout; with a ring of 16 tokens {layouts(ring)}. The copies grow with the number of slots."
+    )
+
+
+@block
+def decodes_mixed() -> str:
+    """The operations around the kernels of a step of decodes and prefills."""
+    counts = []
+    for row in select(rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e"):
+        layer = decode_mixer.MIXERS[row["case"]]
+        counts.append(f"{whole(row['around_cycles'])} for {TITLES[layer.operator]} {layer.H} / {layer.HV}")
+    return (
+        "In a step of 32 decodes and 2 prefills of 512 the compiler for v6e expects these cycles of all operations\n"
+        f"around the kernels of a whole mixer: {', '.join(counts)}."
+    )
 
 
 @block

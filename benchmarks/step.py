@@ -53,6 +53,7 @@ MIXTURES = {
     "decode-256": Mixture(256),
     "decode-256-bfloat16": Mixture(256, pool="bfloat16"),
     "speculate-64x3": Mixture(64, W=3),
+    "speculate-64x3-bfloat16": Mixture(64, W=3, pool="bfloat16"),
     "decode-64-int8": Mixture(64, pool="int8"),
     "decode-64-ring": Mixture(64, replay=16),
     "decode-64-ring-8": Mixture(64, replay=8),
@@ -312,7 +313,8 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
             if chunk:
                 runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
             else:
-                mixed = mixture.replay or (mixture.W == 1 and mixture.over_array)
+                # One step takes all tokens of a decode, other than in the kernel of a sequence a step.
+                mixed = mixture.replay or (mixture.over_array and loop.turns - 2 <= mixture.N)
                 runs = mixer_runs(loop, mixture, case.HV) if mixed else decode_runs(found.decodes)
                 runs = ring_runs(mixture, loop.regions) if "_ring_fwd" in launch else runs
             counts[_kind(launch)] += kernel_bundles(loop, *runs)

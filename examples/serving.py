@@ -34,6 +34,7 @@ from chunkwise.layers import (
     init_gated_delta_net,
     ragged_gated_delta_net,
 )
+from chunkwise.pipeline import pool_formats
 
 VOCABULARY = 97
 CONFIG = GatedDeltaNetConfig(D=32, H=2, HV=4, K=16, V=16)
@@ -91,7 +92,7 @@ class Engine:
     """
 
     def __init__(self, model, pools: tuple[Cache, ...], budget: int, run=run_model):
-        self.model, self.pools, self.budget, self.N = model, pools, budget, pools[0].state.shape[0]
+        self.model, self.budget, self.N = model, budget, pools[0].state.shape[0]
         self.free, self.running, self.steps, self.traces = list(range(self.N)), [], 0, 0
 
         def compute(pools, model, tokens, step):
@@ -99,8 +100,10 @@ class Engine:
             logits, pools = run(model, pools, tokens, step)
             return jnp.argmax(logits[0], axis=1), pools
 
-        # The pools are donated, so the step writes into them.
-        self.compiled = jax.jit(compute, donate_argnums=0)
+        # The pools are donated and laid out as kernels take them, so the step writes into them.
+        rows = pool_formats(pools)
+        self.pools = jax.device_put(pools, rows)
+        self.compiled = jax.jit(compute, donate_argnums=0, out_shardings=(None, rows))
         # A step without requests changes no slot, but it compiles the program before the first request comes.
         self.compute([])
 

@@ -46,13 +46,34 @@ def accepted(tokens: int) -> np.ndarray:
     return np.maximum(drafts(tokens) - np.arange(SLOTS) % 2, 1).astype(np.int32)
 
 
-def slots(tokens: int = 1) -> Slots:
-    """Return the slots of the step."""
-    kept = None if tokens == 1 else jnp.asarray(accepted(tokens)[NAMED % SLOTS])
+def named(token: int) -> np.ndarray:
+    """Return the slots of the states after a token of the sequences, without rings."""
+    return np.where((NAMED >= 0) & (NAMED < SLOTS), NAMED + SLOTS * token, NAMED).astype(np.int32)
+
+
+def columns(tokens: int) -> np.ndarray:
+    """Return which of its slots each sequence starts from, without rings: two of them start from none."""
+    column = np.arange(len(NAMED)) % tokens
+    column[[3, 8]] = -1, tokens
+    return column
+
+
+def slots(tokens: int = 1, ring: bool = True) -> Slots:
+    """Return the slots of the step: over rings one for each sequence, otherwise one for each of its tokens."""
+    indices, kept = NAMED, None if tokens == 1 else accepted(tokens)[NAMED % SLOTS]
+    if tokens > 1 and not ring:
+        indices, kept = np.stack([named(t) for t in range(tokens)], axis=1), columns(tokens).astype(np.int32) + 1
     return Slots(
-        jnp.asarray(NAMED), jnp.asarray(CONTINUES), num_accepted_tokens=kept, num_decodes=jnp.int32(DECODES),
-        num_sequences=jnp.int32(len(NAMED)),
+        jnp.asarray(indices), jnp.asarray(CONTINUES), num_accepted_tokens=None if kept is None else jnp.asarray(kept),
+        num_decodes=jnp.int32(DECODES), num_sequences=jnp.int32(len(NAMED)),
     )  # fmt: skip
+
+
+def written(tokens: int = 1, ring: bool = True) -> list[int]:
+    """Return the slots that the step writes."""
+    counts = np.diff(boundaries(tokens))[:DECODES]
+    found = [(named(t), counts > t) for t in range(1 if ring else tokens)]
+    return [slot for places, has in found for slot in places[:DECODES][has] if 0 <= slot < SLOTS * tokens]
 
 
 def make(
@@ -61,7 +82,7 @@ def make(
 ):  # fmt: skip
     """Return a mixer of 12 sequences, and its pools of the convolution and of states, whose slots have rings or none.
 
-    A decode has at most `tokens` tokens, more than one only over rings.
+    A decode has at most `tokens` tokens. Without rings each of them has a slot, so that there are more slots.
     """
     rng, T = np.random.default_rng(0), len(NAMED) * tokens
     draw = lambda *shape, kind=dtype, size=1.0: jnp.asarray(size * rng.standard_normal(shape), kind)
@@ -75,8 +96,9 @@ def make(
         draw(HV, kind=jnp.float32, size=0.5), draw(*((HV, K) if per_channel else (HV,)), kind=jnp.float32), draw(V),
     )  # fmt: skip
     conv = tuple(draw(SLOTS * tokens, W - 1, n, size=0.5) for n in channels)
-    states = state_pool.make_pool(SLOTS, HV, K, V, pool, replay=L if ring else 0, H=H, per_channel=per_channel)
-    states = state_pool.write_states(states, jnp.arange(SLOTS, dtype=jnp.int32), draw(SLOTS, HV, K, V, size=0.3))
+    count = SLOTS if ring else SLOTS * tokens
+    states = state_pool.make_pool(count, HV, K, V, pool, replay=L if ring else 0, H=H, per_channel=per_channel)
+    states = state_pool.write_states(states, jnp.arange(count, dtype=jnp.int32), draw(count, HV, K, V, size=0.3))
     return mixer, conv, _with_rings(states, draw, tokens) if ring else states
 
 
@@ -91,13 +113,13 @@ def _with_rings(pool: StatePool, draw, last: int) -> StatePool:
 
 def all_states(pool: StatePool, kept=None):
     """Return the states of all slots with the tokens of their rings that are kept."""
-    return state_pool.read_states(pool, jnp.arange(SLOTS, dtype=jnp.int32), kept)
+    return state_pool.read_states(pool, jnp.arange(pool.shape[0], dtype=jnp.int32), kept)
 
 
 def states_after(mixer: Mixer, pool: StatePool):
     """Return the states after a step, whose tokens are all kept."""
     tokens = mixer.static.decode_tokens
-    if tokens == 1:
+    if tokens == 1 or not pool.replay:
         return all_states(pool)
     kept = accepted(tokens)
     for slot, count in zip(NAMED[:DECODES], np.diff(boundaries(tokens)), strict=False):
@@ -109,7 +131,7 @@ def states_after(mixer: Mixer, pool: StatePool):
 def states_before(mixer: Mixer, pool: StatePool):
     """Return the states from which a step starts."""
     tokens = mixer.static.decode_tokens
-    return all_states(pool, None if tokens == 1 else jnp.asarray(accepted(tokens)))
+    return all_states(pool, None if tokens == 1 or not pool.replay else jnp.asarray(accepted(tokens)))
 
 
 @functools.cache
@@ -121,7 +143,9 @@ def decode(mixer: Mixer, conv, pool, bounds=None, named: Slots | None = None):
     """Run the step by the kernel; mixers of the same sizes share a program."""
     arrays, tokens = mixer._replace(static=None), mixer.static.decode_tokens
     bounds = jnp.asarray(boundaries(tokens) if bounds is None else bounds, jnp.int32)
-    return _program(mixer.static)(arrays, conv, pool, bounds, slots(tokens) if named is None else named)
+    return _program(mixer.static)(
+        arrays, conv, pool, bounds, slots(tokens, pool.replay > 0) if named is None else named
+    )
 
 
 def decay_of(mixer: Mixer, g, A_log, dt_bias):
@@ -133,11 +157,13 @@ def decay_of(mixer: Mixer, g, A_log, dt_bias):
 def reference(mixer: Mixer, conv, states, read=NAMED):
     """Return the output [T, HV V], the pools of convolutions and the states of the step in float64.
 
-    `read` has the slots that sequences start from. Inputs of convolutions that no later step reads are NaN.
+    `read` has the slots that sequences start from. Inputs of convolutions that no later step reads are NaN. There are
+    rings if tokens share a slot of the states.
     """
     s, m = mixer.static, jax.tree.map(lambda y: np.asarray(y, np.float64), mixer._replace(static=None))
     conv, states, U = [np.array(y, np.float64) for y in conv], np.array(states, np.float64), s.decode_tokens
     bounds, last = boundaries(U), (accepted(U) if U > 1 else np.ones(SLOTS, int)) - 1
+    ring = len(states) == SLOTS
     o = np.zeros((len(mixer.x[0]), s.HV * s.V))
     for n in range(DECODES):
         t, stop = bounds[n : n + 2]
@@ -146,7 +172,12 @@ def reference(mixer: Mixer, conv, states, read=NAMED):
         by_head = lambda x, heads, T=stop - t: x.reshape(1, T, heads, -1)
         slot, source = (x if 0 <= x < SLOTS else None for x in (NAMED[n], read[n]))
         starts = source is None or not CONTINUES[n]
-        before = [np.zeros(y.shape[1:]) if starts else y[source * U + last[source]] for y in conv]
+        if not ring:
+            # One of the slots of the sequence, from a number that is one of theirs.
+            starts |= not 0 <= columns(U)[n] < U
+            source = None if starts else source + SLOTS * columns(U)[n]
+        inputs = None if starts else source * U + last[source] if ring else source
+        before = [np.zeros(y.shape[1:]) if starts else y[inputs] for y in conv]
         taps = [np.concatenate([rows, x[t:stop]]) for rows, x in zip(before, m.x, strict=True)]
         windows = lambda rows: np.stack([rows[i : i + W] for i in range(len(rows) - W + 1)])
         y = [np.sum(windows(x) * w.T, axis=1) for x, w in zip(taps, m.weight, strict=True)]
@@ -155,14 +186,24 @@ def reference(mixer: Mixer, conv, states, read=NAMED):
         q, k, v = np.split(y, [s.H * s.K, 2 * s.H * s.K], axis=1)
         g = decay_of(mixer, by_head(m.g[t:stop], s.HV), m.A_log, m.dt_bias.reshape(s.HV, -1))
         beta = s.step_size * mixer_oracle.activation(m.beta[t:stop], "sigmoid")
-        out, after = oracle.reference(
-            by_head(q, s.H), by_head(k, s.H), by_head(v, s.HV), g if g.shape[3] > 1 else g[..., 0], beta[None],
-            initial_state=np.zeros((1, *states.shape[1:])) if starts else states[source][None],
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        first = np.zeros((1, *states.shape[1:])) if starts else states[source][None]
+        arrays = by_head(q, s.H), by_head(k, s.H), by_head(v, s.HV), g if g.shape[3] > 1 else g[..., 0], beta[None]
+
+        def run(T, arrays=arrays, first=first):
+            cut = (x[:, :T] for x in arrays)
+            return oracle.reference(*cut, initial_state=first, use_qk_l2norm_in_kernel=True)
+
+        out, after = run(stop - t)
         out = mixer_oracle.rms_norm_gated(out[0], by_head(m.z[t:stop], s.HV)[0], m.norm, eps=EPS)
         o[t:stop] = out.reshape(stop - t, -1)
-        if slot is not None:
+        if slot is None:
+            continue
+        if not ring:
+            for u in range(stop - t):
+                states[slot + SLOTS * u] = run(u + 1)[1][0]
+                for pool, rows in zip(conv, taps, strict=True):
+                    pool[slot + SLOTS * u] = windows(rows)[u, 1:]
+        else:
             states[slot] = after[0]
             for pool, rows in zip(conv, taps, strict=True):
                 pool[slot * U : (slot + 1) * U] = np.nan

@@ -18,8 +18,8 @@ from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
 from shared.tests import mixer_suite
 
-# A pool without rings, and the rings with the most operations.
-QUICK = ("bfloat16", "channels, int8 ring")
+# A pool without rings, the rings with the most operations, and a slot for each token.
+QUICK = ("bfloat16", "channels, int8 ring", "drafts in slots")
 THOROUGH = dict(
     # A pool with rings has all that one without has.
     test_one_sequence_is_not_finite=lambda ring: not ring,
@@ -49,6 +49,9 @@ CASES = {
     "channels, int8 ring": (2, 2, dict(per_channel=True, pool=jnp.int8, ring=True)),
     "drafts": (2, 2, dict(pool=jnp.bfloat16, ring=True, tokens=2)),
     "three drafts": (1, 2, dict(ring=True, tokens=3, together=True)),
+    "drafts in slots": (1, 2, dict(dtype=jnp.bfloat16, pool=jnp.bfloat16, tokens=3)),
+    "int8, drafts in slots": (1, 2, dict(pool=jnp.int8, tokens=2)),
+    "channels, drafts in slots": (2, 2, dict(per_channel=True, tokens=2)),
     "channels, drafts": (2, 2, dict(per_channel=True, pool=jnp.bfloat16, ring=True, tokens=3)),
 }
 
@@ -56,7 +59,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def few_states_a_step(monkeypatch):
     """Let a grid step take some sequences of two value heads, so that there are several, and less to compile."""
-    for name, states in (("_STATES", 8), ("_STATES_OF_RINGS", 4)):
+    for name, states in (("_STATES", 8), ("_MORE_STATES", 4)):
         monkeypatch.setattr(mixer_launch, name, states)
 
 
@@ -64,7 +67,8 @@ def few_states_a_step(monkeypatch):
 def test_values(case):
     H, HV, options = CASES[case]
     mixer, conv, pool = mixer_suite.make(H, HV, **options)
-    assert mixers.fits(mixer, conv, pool, mixer_suite.slots(mixer.static.decode_tokens))
+    form = mixer.static.decode_tokens, pool.replay > 0
+    assert mixers.fits(mixer, conv, pool, mixer_suite.slots(*form))
     o, conv_after, after = mixer_suite.decode(mixer, conv, pool)
     want_o, want_conv, want = mixer_suite.reference(mixer, conv, mixer_suite.states_before(mixer, pool))
     # Over a ring a decode goes on from the state that it folds as the pool keeps it.
@@ -73,7 +77,7 @@ def test_values(case):
     assert_close("states", mixer_suite.states_after(mixer, after), want, mixer_suite.LIMITS[pool.states.dtype.name])
     for have, want in zip(conv_after, want_conv, strict=True):
         np.testing.assert_array_equal(np.where(np.isnan(want), want, np.asarray(have, np.float64)), want)
-    untouched = np.setdiff1d(np.arange(mixer_suite.SLOTS), mixer_suite.NAMED[: mixer_suite.DECODES])
+    untouched = np.setdiff1d(np.arange(pool.shape[0]), mixer_suite.written(*form))
     for have, before in zip(jax.tree.leaves(after), jax.tree.leaves(pool), strict=True):
         assert np.asarray(have[untouched]).tobytes() == np.asarray(before[untouched]).tobytes()
 
@@ -160,7 +164,6 @@ def test_what_it_does_not_take():
     mixer, conv, pool = mixer_suite.make(1, 2, ring=True)
     slots, plain = mixer_suite.slots(), StatePool(pool.states)
     assert not mixers.fits(mixer, conv, StatePool(pool.states.astype(jnp.float16)), slots)
-    assert not mixers.fits(mixer, conv, plain, slots._replace(num_accepted_tokens=slots.state_indices))
     assert not mixers.fits(mixer, conv, plain, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
     other = mixer._replace(static=mixer.static._replace(K=64, H=2))
     assert not mixers.fits(other, conv, plain, slots)
@@ -194,7 +197,9 @@ def test_operations(options, most, monkeypatch):
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("case", ["bfloat16", "channels", "ring", "int8", "channels, int8 ring", "channels, drafts"])
+@pytest.mark.parametrize(
+    "case", ["bfloat16", "channels", "ring", "int8", "channels, int8 ring", "channels, drafts", "drafts in slots"]
+)
 def test_compiles_as_one_launch(case, chip):
     H, HV, options = CASES[case]
     mixer, conv, pool = mixer_suite.make(H, HV, **options)
@@ -205,7 +210,7 @@ def test_compiles_as_one_launch(case, chip):
     arrays = mixer._replace(static=None)
     specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, pool))
     tokens = mixer.static.decode_tokens
-    step = jnp.asarray(mixer_suite.boundaries(tokens)), mixer_suite.slots(tokens)
+    step = jnp.asarray(mixer_suite.boundaries(tokens)), mixer_suite.slots(tokens, pool.replay > 0)
     step = jax.tree.map(lambda y: spec(*y.shape, dtype=y.dtype), step)
     program = compile_for(run, *specs, *step, chip=chip, auto_layout=True, donate_argnums=(1, 2))
     assert len(launches(program.as_text())) == 1

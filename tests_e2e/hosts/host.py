@@ -80,9 +80,12 @@ def beside(theirs: Callable, ours: Callable, *arrays, rounds: int = 5) -> str:
     return ", ".join(parts)
 
 
-def on_v6e(theirs: Callable, ours: Callable, *shapes) -> dict[str, int]:
-    """Return the bytes that both functions need besides arguments and results, compiled for a v6e."""
-    size = lambda run: tpu.compile_for(run, *shapes).memory_analysis().temp_size_in_bytes
+def on_v6e(theirs: Callable, ours: Callable, *shapes, auto_layout: bool = False) -> dict[str, int]:
+    """Return the bytes that both functions need besides arguments and results, compiled for a v6e.
+
+    With `auto_layout` the compiler chooses the layouts of arguments and results: for pools, those of the kernels.
+    """
+    size = lambda run: tpu.compile_for(run, *shapes, auto_layout=auto_layout).memory_analysis().temp_size_in_bytes
     found = {"theirs": size(theirs), "ours": size(ours)}
     print({name: f"{bytes_ / 2**20:.0f} MiB" for name, bytes_ in found.items()})
     return found

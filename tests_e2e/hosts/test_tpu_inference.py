@@ -202,7 +202,8 @@ def test_temporaries_on_v6e(form):
     run = lambda x, module, **options: module.fused_conv1d_gdn(**x, kernel_size=W, **sizes, **options)
     both = (functools.partial(run, module=KERNEL), functools.partial(run, module=tpu_inference, implementation="fused"))
     print(f"\n{form}:", end=" ")
-    found = on_v6e(*both, jax.eval_shape(lambda: step(lengths, decodes, 16, 32, 128, jnp.bfloat16)[0]))
+    shapes = jax.eval_shape(lambda: step(lengths, decodes, 16, 32, 128, jnp.bfloat16)[0])
+    found = on_v6e(*both, shapes, auto_layout=True)
     # Those of a step of decodes are small: one state has 2 MiB.
     assert found["ours"] < max(found["theirs"], 2**21)
 

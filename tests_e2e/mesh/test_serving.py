@@ -17,7 +17,14 @@ from chunkwise.layers import (
     ragged_gated_delta_net,
     shardings,
 )
-from chunkwise.pipeline import ragged_comba, ragged_gated_delta_rule, ragged_gdn2, ragged_kda, ragged_simple_gla
+from chunkwise.pipeline import (
+    pool_formats,
+    ragged_comba,
+    ragged_gated_delta_rule,
+    ragged_gdn2,
+    ragged_kda,
+    ragged_simple_gla,
+)
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import has_libtpu, launches, topology_mesh
 from tests_e2e.mesh.meshes import P, collectives, inputs_of, make_mesh
@@ -187,9 +194,9 @@ def on_all(mesh, tree):
     return placed_shapes(mesh, tree, jax.tree.map(lambda _: P(), tree))
 
 
-def compile_on(mesh, run, *arguments, donated: int):
+def compile_on(mesh, run, *arguments, donated: int, **layouts):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(run, donate_argnums=donated).trace(*arguments).lower().compile()
+        return jax.jit(run, donate_argnums=donated, **layouts).trace(*arguments).lower().compile()
 
 
 def step_shapes(N: int) -> Step:
@@ -200,7 +207,7 @@ def step_shapes(N: int) -> Step:
 @on_tpus
 @pytest.mark.tpu
 def test_the_convolution_of_a_step_compiles_for_tpus():
-    """The kernel runs on every chip for its channels, and the pool is updated in place."""
+    """The kernel runs on every chip for its channels, and a pool in rows is updated in place."""
     mesh, split = topology_mesh("v6e:2x2", "heads"), P(None, None, "heads")
 
     def run(x, pool, weight, step):
@@ -210,7 +217,9 @@ def test_the_convolution_of_a_step_compiles_for_tpus():
 
     tensors = (spec(1, 256, 2048, dtype=jnp.bfloat16), spec(2048, W - 1, 2048, dtype=jnp.bfloat16), spec(2048, W))
     tensors = placed_shapes(mesh, tensors, (split, split, P("heads")))
-    program = compile_on(mesh, run, *tensors, on_all(mesh, step_shapes(8)), donated=1)
+    rows, step = pool_formats(tensors[1]), on_all(mesh, step_shapes(8))
+    given = tensors[0].sharding, rows, tensors[2].sharding, jax.tree.map(lambda y: y.sharding, step)
+    program = compile_on(mesh, run, *tensors, step, donated=1, in_shardings=given, out_shardings=(None, rows))
     text = program.as_text()
     assert any(name.startswith("causal_conv1d_fwd") for name in launches(text))
     assert collectives(text) == []

@@ -12,6 +12,7 @@ CASES = {
     "kda": dict(H=1, HV=1, per_channel=True),
     "ring": dict(H=2, HV=2, pool=jnp.bfloat16, ring=True),
     "drafts": dict(H=2, HV=2, pool=jnp.bfloat16, ring=True, tokens=2),
+    "slots": dict(H=1, HV=2, pool=jnp.bfloat16, tokens=2),
     "kda_int8_ring": dict(H=2, HV=2, per_channel=True, pool=jnp.int8, ring=True),
 }
 # Rings of int8, and drafts, are the kernel with all that it has.
@@ -21,7 +22,7 @@ THOROUGH = dict(test_decodes=lambda case: case not in ("kda_int8_ring", "drafts"
 @pytest.mark.parametrize("case", CASES)
 def test_decodes(case, monkeypatch):
     # Two sequences a grid step: so buffers are used again.
-    for name in ("_STATES", "_STATES_OF_RINGS"):
+    for name in ("_STATES", "_MORE_STATES"):
         monkeypatch.setattr(mixer_launch, name, 2 * CASES[case]["HV"])
     mixer, conv, pool = mixer_suite.make(**CASES[case])
     o, _, after = mixer_suite.decode(mixer, conv, pool)

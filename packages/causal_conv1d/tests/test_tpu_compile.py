@@ -1,5 +1,7 @@
 """The kernels compile for every TPU generation."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,10 @@ from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
-THOROUGH = dict(test_compiles=lambda form: form != "packed")
+THOROUGH = dict(
+    test_compiles=lambda form: form != "packed",
+    test_a_step_goes_through_no_loop=lambda tokens: tokens > 1,
+)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -44,3 +49,24 @@ def test_update_copies_no_pool():
 
     program = compile_for(run, x, pool, spec(512, 4), spec(8, dtype=jnp.int32), donate_argnums=(1,))
     assert program.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("D", "W", "tokens", "dtype"), [(512, 4, 1, "bfloat16"), (200, 2, 2, "float32")])
+def test_a_step_goes_through_no_loop(D, W, tokens, dtype, chip):
+    """XLA neither searches, scatters nor copies a pool that is in rows: two kernels copy the slots of a step."""
+    x, pool = spec(1, 300, D, dtype=jnp.bfloat16), spec(2048, W - 1, D, dtype=jnp.dtype(dtype))
+    slots = spec(8, dtype=jnp.int32) if tokens == 1 else spec(8, tokens, dtype=jnp.int32)
+
+    def run(x, pool, weight, cu_seqlens, slots, decodes):
+        return causal_conv1d_update(
+            x, pool, weight, cu_seqlens=cu_seqlens, state_indices=slots, num_decodes=decodes, implementation="pallas"
+        )
+
+    given = x, pool, spec(D, W), spec(9, dtype=jnp.int32), slots, spec(dtype=jnp.int32)
+    program = compile_for(run, *given, chip=chip, auto_layout=True, donate_argnums=(1,))
+    text = program.as_text()
+    assert "read_slots" in text
+    assert "write_slots" in text
+    assert not re.findall(r" (while|scatter|sort)\(", text)
+    assert program.memory_analysis().temp_size_in_bytes < 2**21

@@ -19,7 +19,7 @@ THOROUGH = dict(
     # Decodes have gradients of their own, and layers too.
     test_gradients_of_a_token_after_a_cache=True,
     test_decodes=True, test_a_token_after_a_cache=lambda name: name != "kimi_delta_attention",
-    test_one_launch_over_rings=True, test_drafts_over_rings_are_one_launch=True,
+    test_one_launch_over_rings=True, test_drafts_in_slots=True,
 )  # fmt: skip
 SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 
@@ -27,7 +27,7 @@ SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 @pytest.fixture(autouse=True)
 def few_states_a_step(monkeypatch):
     """Let a grid step take two sequences, so that there are several, and less to compile."""
-    for name in ("_STATES", "_STATES_OF_RINGS"):
+    for name in ("_STATES", "_MORE_STATES"):
         monkeypatch.setattr(mixer_launch, name, 4)
 
 
@@ -69,7 +69,7 @@ def test_one_launch(name):
 
 def test_one_launch_over_rings(monkeypatch):
     """Decodes over rings are one launch, and fill the rings of slots that a cache has left empty."""
-    monkeypatch.setattr(mixer_launch, "_STATES_OF_RINGS", 2)
+    monkeypatch.setattr(mixer_launch, "_MORE_STATES", 2)
     config = CONFIGS["gated_delta_net"]
     weights = layers.init_gated_delta_net(jax.random.key(0), config)
     x = jax.random.normal(jax.random.key(1), (7, 2, 1, config.D))
@@ -100,15 +100,41 @@ def test_one_launch_over_rings(monkeypatch):
     np.testing.assert_array_equal(pool.state.count, [1, 0, 0, 1, 0])
 
 
-def test_drafts_over_rings_are_one_launch():
+def drafts(ring):
+    """Return a function of a pool, hidden states and the name of an implementation that runs a step of drafts."""
     config = CONFIGS["gated_delta_net"]
     weights = layers.init_gated_delta_net(jax.random.key(0), config)
-    pool = layers.empty_pool(config, 5, replay=8, decode_tokens=3)
-    told = layers.Step(jnp.array([0, 3, 5], jnp.int32), SLOTS[::2], num_decodes=2, num_accepted_tokens=jnp.ones(2, int))
-    run = lambda pool, x: layers.ragged_gated_delta_net(
-        x, weights, config, pool, told, decode_tokens=3, implementation="fused"
-    )  # fmt: skip
-    assert "decode_mixer_fwd" in str(jax.make_jaxpr(run)(pool, jnp.ones((1, 5, config.D))))
+    if ring:
+        pool = layers.empty_pool(config, 5, replay=8, decode_tokens=3)
+    else:
+        empty = layers.empty_cache(config, 7)
+        pool = jax.tree.map(lambda y: 0.3 * jax.random.normal(jax.random.key(2), y.shape), empty)
+    slots = SLOTS[::2] if ring else jnp.array([[3, 1, 6], [0, 2, -1]], jnp.int32)
+    told = layers.Step(
+        jnp.array([0, 3, 5], jnp.int32), slots, num_decodes=2, num_accepted_tokens=jnp.array([1, 1 if ring else 2])
+    )
+
+    def run(pool, x, implementation):
+        return layers.ragged_gated_delta_net(
+            x, weights, config, pool, told, decode_tokens=3 if ring else None, implementation=implementation
+        )
+
+    return run, pool, jax.random.normal(jax.random.key(1), (1, 5, config.D))
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_drafts_are_one_launch(ring):
+    run, pool, x = drafts(ring)
+    assert "decode_mixer_fwd" in str(jax.make_jaxpr(run, static_argnums=2)(pool, x, "fused"))
+
+
+def test_drafts_in_slots():
+    """A state and inputs of the convolutions after every token, each in a slot; the second starts from its second."""
+    run, pool, x = drafts(ring=False)
+    (y, after), (want, expected) = (jax.jit(run, static_argnums=2)(pool, x, name) for name in ("fused", "xla"))
+    assert_close("y", y, want, 1e-5)
+    for have, other in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        assert_close("pool", have, other, 1e-5)
 
 
 def token(name):

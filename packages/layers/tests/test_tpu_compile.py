@@ -1,15 +1,26 @@
 """Layers compile for TPUs, and what `jax.checkpoint` repeats of them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
-from chunkwise.layers import Step, empty_cache, remat_policy
+from chunkwise.layers import (
+    GatedDeltaNetConfig,
+    Step,
+    empty_cache,
+    empty_pool,
+    init_gated_delta_net,
+    ragged_gated_delta_net,
+    remat_policy,
+)
+from chunkwise.pipeline import pool_formats
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, has_libtpu
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, topology_mesh
 from chunkwise.shared.testing.transforms import text_for_tpu
 from packages.layers.tests.layer_oracle import LAYERS
 
@@ -23,6 +34,7 @@ KERNELS = {
 THOROUGH = dict(
     test_compiles=lambda name: name != "gated_delta_net",
     test_a_serving_step_compiles=True,
+    test_a_pool_in_rows_is_not_copied=lambda ring: ring,
     test_the_policy_spares_a_second_forward=lambda name: name != "gated_delta_net",
 )
 
@@ -70,3 +82,31 @@ def test_the_policy_spares_a_second_forward(name):
         run = jax.checkpoint(functools.partial(loss, name), **options)
         counts.append(text_for_tpu(jax.value_and_grad(run, argnums=(0, 1)), x, weights).count(KERNELS[name]))
     assert counts[0] == 2 * counts[1] > 0
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize("ring", [0, 16])
+def test_a_pool_in_rows_is_not_copied(ring):
+    """In the default layout every step copies the pool of the convolutions, and the gates of rings, there and back."""
+    config = GatedDeltaNetConfig(D=128, H=2, HV=4, K=128, V=128)
+    weights = jax.eval_shape(lambda: init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
+    mesh = topology_mesh(CHIPS["v6e"].topology, "x", 1)
+    one = SingleDeviceSharding(mesh.devices[0])
+    pool = jax.eval_shape(lambda: empty_pool(config, 1024, jnp.bfloat16, replay=ring))
+    pool = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=one), pool)
+    x, at = spec(1, 8, config.D, dtype=jnp.bfloat16), (spec(9, dtype=jnp.int32), spec(8, dtype=jnp.int32))
+
+    def copies(formats):
+        def run(x, weights, pool, *at):
+            step = Step(*at, num_decodes=8)
+            return ragged_gated_delta_net(x, weights, config, pool, step, implementation="fused")
+
+        step = jax.jit(run, donate_argnums=2, in_shardings=(one, one, formats, one, one), out_shardings=(one, formats))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            text = step.trace(x, weights, pool, *at).lower().compile().as_text()
+        assert "decode_mixer_fwd" in text
+        return re.findall(r"%copy\.\S+ = \w+\[1024,[0-9,]*\]", text)
+
+    assert copies(one)
+    assert not copies(pool_formats(pool))

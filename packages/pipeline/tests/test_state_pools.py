@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.pipeline import StatePool, make_pool, ragged_gated_delta_rule, read_states, write_states
+from chunkwise.pipeline import StatePool, make_pool, pool_formats, ragged_gated_delta_rule, read_states, write_states
 from chunkwise.shared.serving import state_pool
+from chunkwise.shared.testing.inputs import make_inputs
 from packages.pipeline.tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
 from shared.tests.engine import Engine, Oracle, describe, linear_attention
 
@@ -381,3 +382,17 @@ def test_devices():
     pool, heads = new_pool("gated_delta_rule", "float32", 8), PartitionSpec(None, None, "heads")
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="`states` must be an array where the operator divides"):
         ragged_gated_delta_rule(**tokens, states=pool, **STREAM, sharding=heads)
+
+
+def test_formats():
+    """A pool in rows stays in rows, and its step gives the same; shapes lie on the default device."""
+    x, pool = make_inputs(T=2, H=1, HV=2, K=4, V=6), make_pool(3, 2, 4, 6, jnp.int8, replay=4, H=1)
+    at = dict(cu_seqlens=jnp.array([0, 2]), state_indices=jnp.array([1]))
+    formats = pool_formats(pool)
+    assert formats == pool_formats(jax.eval_shape(lambda: pool))
+    want = jax.jit(ragged_gated_delta_rule)(**x, states=pool, **at)
+    step = jax.jit(ragged_gated_delta_rule, donate_argnames="states", out_shardings=(None, formats))
+    got = step(**x, states=jax.device_put(pool, formats), **at)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for y, told in zip(jax.tree.leaves(got[1]), jax.tree.leaves(formats), strict=True):
+        assert y.format.layout.major_to_minor == told.layout.major_to_minor == tuple(range(y.ndim))

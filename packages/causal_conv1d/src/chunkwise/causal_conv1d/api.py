@@ -13,7 +13,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.mesh import devices, partition
-from chunkwise.shared.serving import slot_rows, step_table
+from chunkwise.shared.serving import slot_kernel, slot_rows, step_table
 
 _LAYOUT = partition.Layout(
     leading="x",
@@ -336,18 +336,23 @@ def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activat
 def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
     """Run a serving step: a decode writes a state to a slot after every token, and a prefill after its last token."""
     step, W = step_table.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
+    decodes, prefills, boundaries = step.decodes, step.prefills, step.boundaries
+    rows = slot_kernel if implementation == "pallas" and slot_kernel.takes(pool) else slot_rows
     # A sequence is either a decode or a prefill; in the table of the other kind it has no tokens and reads no slot.
-    before = slot_rows.read(pool, jnp.maximum(step.decodes.source, step.prefills.source))
-    y, _ = _run(x, weight, bias, before, step.boundaries, None, None, activation, implementation, None)
-    s = sequences.find(*x.shape[:2], step.boundaries, None)
-    pool = slot_rows.write(pool, step.prefills.target[:, 0], sequences.final_states(x, before, W, s, pool.dtype))
-    after_tokens = lambda count: sequences.final_states(
-        x, before, W, s._replace(end=s.start + jnp.int32(count)), pool.dtype
-    )
-    for t in range(step.decodes.target.shape[1]):
-        pool = slot_rows.write(pool, step.decodes.target[:, t], after_tokens(t + 1))
+    before = rows.read(pool, jnp.maximum(decodes.source, prefills.source))
+    y, _ = _run(x, weight, bias, before, boundaries, None, None, activation, implementation, None)
+    s = sequences.find(*x.shape[:2], boundaries, None)
+
+    def write(pool, slot, end):
+        return rows.write(pool, slot, sequences.final_states(x, before, W, s._replace(end=end), pool.dtype))
+
+    after_tokens = lambda count: s.start + jnp.int32(count)
+    end = jnp.where(prefills.start < prefills.end, s.end, after_tokens(1))
+    pool = write(pool, jnp.maximum(decodes.target[:, 0], prefills.target[:, 0]), end)
+    for t in range(1, decodes.target.shape[1]):
+        pool = write(pool, decodes.target[:, t], after_tokens(t + 1))
     if slots.block_state_indices is not None:
-        _, slot = step_table.full_blocks(step.prefills, block_size)
+        _, slot = step_table.full_blocks(prefills, block_size)
         for m in range(slot.shape[1]):
-            pool = slot_rows.write(pool, slot[:, m], after_tokens((m + 1) * block_size))
+            pool = write(pool, slot[:, m], after_tokens((m + 1) * block_size))
     return y, pool

@@ -111,8 +111,9 @@ def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvSt
         begin = jnp.arange(B * count, dtype=jnp.int32) * size
         # Sequences are in the order of their tokens, rows of the batch one after the other.
         start = s.row * jnp.int32(count * size) + s.start
-        low = jnp.searchsorted(start, begin - most, side="right").astype(jnp.int32).reshape(B, count)
-        high = jnp.searchsorted(start, begin + size, side="left").astype(jnp.int32).reshape(B, count)
+        # How many sequences begin before a token, for the first tokens that a block and the next one can start.
+        before = lambda token: jnp.sum(start[None] < token[:, None], axis=1, dtype=jnp.int32).reshape(B, count)
+        low, high = before(begin - jnp.int32(most - 1)), before(begin + jnp.int32(size))
         mixed |= low < high
         sequences = jnp.stack([start, s.length])
     return jnp.stack([mixed.astype(jnp.int32), low, high]).reshape(3, -1), sequences, reach

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import chunking, segment_tables
+from chunkwise.shared.kernels import segment_tables
 
 
 class ConvSequences(NamedTuple):
@@ -37,15 +37,24 @@ def _by_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return hidden(token - start), hidden(final - token)
 
 
+def _by_boundaries(T: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (age, left) [1, T] of the tokens of sequences [start, end), whose boundaries rise."""
+    # Every token is compared with every boundary, because a TPU is slow in searches, gathers and scans.
+    token = jnp.arange(T, dtype=jnp.int32)[:, None]
+    first = jnp.max(jnp.where(start[None] <= token, start[None], jnp.int32(0)), axis=1)
+    past = jnp.min(jnp.where(end[None] > token, end[None], jnp.int32(T)), axis=1)
+    token = token[:, 0]
+    hidden = lambda x: jnp.where(token < end[-1], x, jnp.int32(-1))[None]
+    return hidden(token - first), hidden(past - jnp.int32(1) - token)
+
+
 def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None) -> ConvSequences:
     """Return the sequences of a batch of B rows of T tokens."""
     rows, zeros, whole = jnp.arange(B, dtype=jnp.int32), jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     if cu_seqlens is not None:
-        N = cu_seqlens.shape[0] - 1
-        owner = chunking.token_owners(T, cu_seqlens)[None]
-        age, left = _by_ids(jnp.where(owner < N, owner, jnp.int32(-1)))
         start, end = cu_seqlens[:-1], cu_seqlens[1:]
-        return ConvSequences(age, left, jnp.zeros(N, jnp.int32), start, end - start, start, end)
+        age, left = _by_boundaries(T, start, end)
+        return ConvSequences(age, left, jnp.zeros(start.shape, jnp.int32), start, end - start, start, end)
     if segment_ids is None:
         return ConvSequences(None, None, rows, zeros, whole, zeros, whole)
     age, left = _by_ids(segment_ids)
@@ -91,7 +100,9 @@ def final_states(x: jax.Array, states: jax.Array | None, W: int, s: ConvSequence
     before = jnp.zeros((), dtype)
     if states is not None:
         # A last sequence that is not the first one of its row does not start from the initial state.
-        opening = (s.start == s.last_start)[:, None, None]
-        at = jnp.clip(jnp.int32(W - 1) + index - s.last_start[:, None], 0, W - 2)
-        before = jnp.where(opening, jnp.take_along_axis(states, at[:, :, None], axis=1).astype(dtype), before)
+        opening, tokens = s.start == s.last_start, s.end - s.last_start
+        # The state moves up by as many rows as there are tokens.
+        for count in range(W - 1):
+            moved = jnp.pad(states[:, count:], ((0, 0), (0, count), (0, 0))).astype(dtype)
+            before = jnp.where((opening & (tokens == count))[:, None, None], moved, before)
     return jnp.where((index >= s.last_start[:, None])[:, :, None], rows, before)

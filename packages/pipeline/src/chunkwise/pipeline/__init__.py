@@ -7,7 +7,7 @@ from chunkwise.pipeline.check_inputs import check_inputs
 from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
 from chunkwise.shared import version
-from chunkwise.shared.serving.state_pool import StatePool, make_pool, read_states, write_states
+from chunkwise.shared.serving.state_pool import StatePool, make_pool, pool_formats, read_states, write_states
 from chunkwise.two_keys import (
     chunk_comba,
     chunk_gdn2,
@@ -31,6 +31,7 @@ __all__ = [
     "chunk_kda",
     "chunk_simple_gla",
     "make_pool",
+    "pool_formats",
     "ragged_comba",
     "ragged_gated_delta_rule",
     "ragged_gdn2",

@@ -123,9 +123,18 @@ def pallas_call(
             interpreted = jax.make_jaxpr(call(lambda *refs: kernel(*refs), interpret=True))(*values)
     else:
         interpreted = _interpreted(compiled)
-    by_platform = functools.partial(
-        lax.platform_dependent, tpu=core.jaxpr_as_fun(compiled), default=core.jaxpr_as_fun(interpreted)
-    )
+    spaces = [None] * num_scalar_prefetch + [None if spec is None else spec.memory_space for spec in in_specs]
+
+    def on_tpu(*given):
+        # Where the memory space is ANY, XLA may copy an array that fits into fast memory there and back.
+        chosen = (space for space, x in zip(spaces, values, strict=True) if x is not None)
+        held = (
+            pltpu.with_memory_space_constraint(x, space) if space is pltpu.HBM else x
+            for x, space in zip(given, chosen, strict=True)
+        )  # fmt: skip
+        return core.jaxpr_as_fun(compiled)(*held)
+
+    by_platform = functools.partial(lax.platform_dependent, tpu=on_tpu, default=core.jaxpr_as_fun(interpreted))
     results = _without_derivative(by_platform, name)(*jax.tree.leaves(values))
     shapes, structure = jax.tree.flatten(out_shape)
     return structure.unflatten(x.astype(want.dtype) for x, want in zip(results, shapes, strict=True))

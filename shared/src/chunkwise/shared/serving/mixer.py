@@ -48,14 +48,14 @@ def fits(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -
         # Over rings the convolutions have as many slots for each state as decodes have tokens.
         and (not pool.replay or all(y.shape[0] == s.decode_tokens * pool.shape[0] for y in conv))
     )
-    return agree and _one_slot_each(pool, slots) and _takes(x, conv, pool, slots)
+    return agree and _takes(x, conv, pool, slots)
 
 
 def decode(
     x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, tuple[jax.Array, ...], StatePool]:
     """Return the output [T, HV V] of a step that has only decodes, and the pools; `fits` must hold."""
-    o, conv, pool = mixer_launch.launch(x, conv, pool, cu_seqlens, _column(slots))
+    o, conv, pool = mixer_launch.launch(x, conv, pool, cu_seqlens, slots)
     return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], conv, pool
 
 
@@ -82,6 +82,9 @@ def in_one_launch(
     """
     given = slots
     slots = step_table.with_counts(Slots(*map(checks.as_int32, slots)))
+    if not pools[1].replay:
+        # A decode has a slot for each of its tokens.
+        x = x._replace(static=x.static._replace(decode_tokens=_columns(slots)))
     if slots.num_decodes is None or not takes_mixer(x, pools, slots, implementation):
         return otherwise()
     N = slots.state_indices.shape[0]
@@ -116,7 +119,7 @@ def decode_rule(
       cu_seqlens, slots: the boundaries and slots of the sequences, decodes first.
     """
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    if x.p is not None or not static.single or not _one_slot_each(pool, slots):
+    if x.p is not None or not static.single:
         return None
     row = lambda y: y.reshape(-1, y[0, 0].size)
     mixer = Mixer(
@@ -130,17 +133,13 @@ def decode_rule(
 
 
 def _takes(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -> bool:
-    """Return whether the kernel takes tokens of these sizes."""
-    if x.static.decode_tokens > 1 and not pool.replay:
+    """Return whether the kernel takes tokens of these sizes, and slots of this form."""
+    # The ring of a sequence with one slot says which tokens of its last decode are kept.
+    if _columns(slots) != (1 if pool.replay else x.static.decode_tokens):
         return False
     return mixer_launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None
 
 
-def _one_slot_each(pool: StatePool, slots: Slots) -> bool:
-    """Return whether every sequence has one slot, whose ring says which tokens of its last decode are kept."""
-    one = slots.state_indices.ndim == 1 or slots.state_indices.shape[1] == 1
-    return one and (slots.num_accepted_tokens is None or pool.replay > 0)
-
-
-def _column(slots: Slots) -> Slots:
-    return slots._replace(state_indices=slots.state_indices.reshape(-1))
+def _columns(slots: Slots) -> int:
+    """Return how many slots a sequence has."""
+    return 1 if slots.state_indices.ndim == 1 else slots.state_indices.shape[1]

@@ -23,17 +23,21 @@ from chunkwise.shared.serving.mixer_tile import MixerStatic
 
 # How many buffers the groups of sequences take in turn.
 BUFFERS = 2
-# The numbers of a sequence in the table in scalar memory.
-_START, _SOURCE, _TARGET, _PLACE, _TOKENS, _CONV = range(6)
-NUMBERS = 6
+# The numbers of a sequence in the table in scalar memory; the slots that it writes are the last ones.
+_START, _SOURCE, _PLACE, _TOKENS, _CONV, _TARGET = range(6)
 # How many sequences an iteration puts into the table.
 _UNROLLED = 4
+
+
+def numbers(targets: int) -> int:
+    """Return how many numbers the table has for a sequence that writes so many slots."""
+    return _TARGET + targets
 
 
 def mixer_kernel(refs: MixerRefs, s: MixerStatic):
     """Run the sequences of a grid step."""
     i, n = pl.program_id(0), refs.before.shape[1]
-    last = refs.table.shape[0] // (n * NUMBERS) - 1
+    last = refs.table.shape[0] // (n * numbers(refs.targets)) - 1
 
     @pl.when(i == 0)
     def _():
@@ -74,29 +78,46 @@ def _copy_counts(refs: MixerRefs, out: bool = False) -> None:
 
 def _fill_table(refs: MixerRefs, s: MixerStatic) -> None:
     """Fill the table of sequences; for any int32 values, tokens lie within the stream and slots within the pools."""
-    N, T = refs.write.shape[0], jnp.int32(refs.o.shape[0])
+    N, T = refs.boundaries.shape[0] - 1, jnp.int32(refs.o.shape[0])
     slots = jnp.uint32(min(pool.shape[0] for pool in (refs.states_out, *refs.arrays("conv", "_out"))))
     least = jnp.minimum(refs.decodes[0], refs.sequences[0])
     existing = lambda slot: jnp.where(lax.lt(lax.bitcast_convert_type(slot, jnp.uint32), slots), slot, jnp.int32(-1))
 
+    # The first of the slots that a sequence writes.
+    place_of = lambda n: n if refs.targets == 1 else n * jnp.int32(refs.targets)
+
+    def source_of(n):
+        if refs.read is not None:
+            return existing(refs.read[n])
+        first = place_of(n)
+        if refs.has_rings or refs.accepted is None:
+            return existing(refs.write[first])
+        last = refs.accepted[n] - jnp.int32(1)
+        slot = existing(refs.write[first + jnp.clip(last, 0, jnp.int32(refs.targets - 1))])
+        return jnp.where((last >= 0) & (last < jnp.int32(refs.targets)), slot, jnp.int32(-1))
+
     def fill(n, begin):
-        inside = jnp.minimum(n, jnp.int32(N - 1))
+        inside, at = jnp.minimum(n, jnp.int32(N - 1)), n * jnp.int32(numbers(refs.targets))
         decodes = (n < least) & (n < jnp.int32(N))
         end = jnp.where(decodes, jnp.clip(refs.boundaries[inside + 1], begin, T), begin)
-        exists = end > begin
-        source = existing(refs.read[inside])
+        exists, tokens = end > begin, jnp.minimum(end - begin, jnp.int32(s.decode_tokens))
+        source = source_of(inside)
         if refs.continues is not None:
             source = jnp.where(refs.continues[inside] > 0, source, jnp.int32(-1))
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_START)] = jnp.where(exists, begin, T)
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_SOURCE)] = source = jnp.where(exists, source, jnp.int32(-1))
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_TARGET)] = target = jnp.where(
-            exists, existing(refs.write[inside]), jnp.int32(-1)
-        )
+        refs.table[at + jnp.int32(_START)] = jnp.where(exists, begin, T)
+        refs.table[at + jnp.int32(_SOURCE)] = source = jnp.where(exists, source, jnp.int32(-1))
+        target, first = jnp.int32(-1), place_of(inside)
+        for t in range(refs.targets):
+            target = existing(refs.write[first + jnp.int32(t) if t else first])
+            target = jnp.where(jnp.int32(t) < tokens if t else exists, target, jnp.int32(-1))
+            refs.table[at + jnp.int32(_TARGET + t)] = target
+        if s.decode_tokens > 1:
+            refs.table[at + jnp.int32(_TOKENS)] = tokens
         if refs.has_rings:
-            _count_tokens(refs, s, n, source, target, jnp.minimum(end - begin, jnp.int32(s.decode_tokens)))
+            _count_tokens(refs, s, n, source, target, tokens)
         return end
 
-    sequences = refs.table.shape[0] // NUMBERS
+    sequences = refs.table.shape[0] // numbers(refs.targets)
     some = tuning.largest_divisor(sequences, _UNROLLED)
 
     # Unrolled here, because JAX's own unrolling counts in 64 bits where users enable them.
@@ -112,7 +133,7 @@ def _fill_table(refs: MixerRefs, s: MixerStatic) -> None:
 def _count_tokens(refs: MixerRefs, s: MixerStatic, n, source, target, tokens) -> None:
     """Put the place of the tokens of sequence n in its ring into the table, and count the tokens."""
     L, W, zero = jnp.int32(refs.ring_key.shape[2] // s.H), jnp.int32(s.decode_tokens), jnp.int32(0)
-    slot = jnp.maximum(source, zero)
+    slot, at = jnp.maximum(source, zero), n * jnp.int32(numbers(1))
     kept = jnp.clip(refs.counts[slot], zero, L)
     if s.decode_tokens > 1 or refs.accepted is not None:
         drafts = jnp.clip(refs.drafts_of[slot], zero, kept)
@@ -121,11 +142,10 @@ def _count_tokens(refs: MixerRefs, s: MixerStatic, n, source, target, tokens) ->
         kept = kept - drafts + accepted
         # Every token of a decode leaves the inputs of the convolutions in a slot of its own.
         last = jnp.clip(accepted, jnp.int32(1), W) - jnp.int32(1)
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_CONV)] = slot * W + last
-        refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_TOKENS)] = tokens
+        refs.table[at + jnp.int32(_CONV)] = slot * W + last
     kept = jnp.where(source >= 0, kept, zero)
     stays = (kept <= L - W) & (source == target)
-    refs.table[n * jnp.int32(NUMBERS) + jnp.int32(_PLACE)] = jnp.where(stays, kept, jnp.int32(-1) - kept)
+    refs.table[at + jnp.int32(_PLACE)] = jnp.where(stays, kept, jnp.int32(-1) - kept)
 
     @pl.when(target >= 0)
     def _():
@@ -148,9 +168,9 @@ def _load_tokens(refs: MixerRefs) -> None:
 
 def _numbers(refs: MixerRefs, number: int, i) -> list[jax.Array]:
     """Return one number of the table for each sequence of grid step i; the numbers of a sequence are consecutive."""
-    n = refs.before.shape[1]
-    first = i * jnp.int32(n * NUMBERS)
-    return [refs.table[first + jnp.int32(place * NUMBERS + number)] for place in range(n)]
+    n, size = refs.before.shape[1], numbers(refs.targets)
+    first = i * jnp.int32(n * size)
+    return [refs.table[first + jnp.int32(place * size + number)] for place in range(n)]
 
 
 def _buffer(i) -> jax.Array:
@@ -162,17 +182,17 @@ def _copy_slots(refs: MixerRefs, s: MixerStatic, i, act, *only: str, out: bool =
 
     With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates".
     """
-    b = _buffer(i)
-    number, semaphores = (_TARGET, refs.stores) if out else (_SOURCE, refs.reads)
+    b, semaphores = _buffer(i), refs.stores if out else refs.reads
     # Numbers are read here, because a read under a condition takes longer.
-    slots = _numbers(refs, number, i)
-    places = _numbers(refs, _PLACE, i) if refs.has_rings else slots
-    convs = _numbers(refs, _CONV, i) if s.decode_tokens > 1 else slots
+    places = _numbers(refs, _PLACE, i) if refs.has_rings else None
+    convs = _numbers(refs, _CONV, i) if refs.has_rings and s.decode_tokens > 1 else None
 
-    def copy(n, slot, place, conv):
+    def copy(n, slot, *token):
+        place, conv = (slot if x is None else x[n] for x in (places, convs))
+
         def move(kind):
-            for pool, buffer, *token in _ends(refs, s, kind, slot, place, conv, out):
-                ends = pool, buffer.at[(b, jnp.int32(n), *token)]
+            for pool, buffer, *more in _ends(refs, s, kind, slot, place, conv, out):
+                ends = pool, buffer.at[(b, jnp.int32(n), *token, *more)]
                 act(pltpu.make_async_copy(*(ends[::-1] if out else ends), semaphores.at[b]))
 
         @pl.when(slot >= 0)
@@ -183,8 +203,10 @@ def _copy_slots(refs: MixerRefs, s: MixerStatic, i, act, *only: str, out: bool =
                 else:
                     move(kind)
 
-    for n, ends in enumerate(zip(slots, places, convs, strict=True)):
-        copy(n, *ends)
+    for t in range(refs.targets if out else 1):
+        token = (jnp.int32(t),) if out and refs.targets > 1 else ()
+        for n, slot in enumerate(_numbers(refs, _TARGET + t if out else _SOURCE, i)):
+            copy(n, slot, *token)
 
 
 def _ends(
@@ -193,7 +215,8 @@ def _ends(
     """Return the parts of a slot that are copied, each with its buffer of all sequences, and its token in it."""
     if kind == "conv":
         arrays = zip(refs.arrays("conv", "_out"), refs.arrays("out" if out else "in"), strict=True)
-        W = s.decode_tokens
+        # Over a ring the slots of all tokens of a decode are one after the other.
+        W = s.decode_tokens if refs.has_rings else 1
         at = pl.ds(slot * jnp.int32(W), W) if out and W > 1 else conv
         return [(pool.at[at], buffer) for pool, buffer in arrays]
     if kind == "states":
@@ -240,7 +263,8 @@ def _fold_rings(refs: MixerRefs, s: MixerStatic, i) -> None:
     b, n = _buffer(i), refs.before.shape[1]
 
     def fold(place, carry):
-        kept = jnp.int32(-1) - refs.table[(i * jnp.int32(n) + place) * jnp.int32(NUMBERS) + jnp.int32(_PLACE)]
+        at = (i * jnp.int32(n) + place) * jnp.int32(numbers(1)) + jnp.int32(_PLACE)
+        kept = jnp.int32(-1) - refs.table[at]
 
         @pl.when(kept >= 0)
         def _():
@@ -309,24 +333,30 @@ def _run_sequences(refs: MixerRefs, s: MixerStatic, i) -> None:
         made = [refs.made[:, h * s.V : (h + 1) * s.V] for h in mixer_tile.by_row(range(s.HV), s)]
         _store_tokens(refs.new_write, s, b, made)
     else:
-        _update_states(refs, s, b, k, decays)
+        _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
     store(*refs.kinds[1:])
 
 
 def _update_states(refs: MixerRefs, s: MixerStatic, b, k, decays) -> None:
-    """Store the states after the tokens of a grid step in the buffer from which they are copied out."""
-    for place in range(refs.rows.shape[0]):
-        one = slice(place, place + 1)
+    """Store the states after each token of a grid step in the buffers from which they are copied out.
+
+    The decays are those of each token alone.
+    """
+    n = refs.before.shape[1]
+    for place in range(n):
+        rows = [slice(row, row + 1) for row in range(place, refs.rows.shape[0], n)]
         for key in range(s.H):
-            column = tiles.to_column(k[key][one][None])[0]
+            columns = [tiles.to_column(k[key][row][None])[0] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, decay = refs.before[b, place, h].astype(jnp.float32), decays[h][one]
-                if refs.scale_in is not None:
-                    decay = decay * refs.scale_in[b, place, h : h + 1]
-                S = mixer_tile.next_state(S, decay, column, refs.made[one, h * s.V : (h + 1) * s.V])
-                refs.after[b, place, h], scales = ring_tile.stored(S, refs.after.dtype)
-                if scales is not None:
-                    refs.scale_out[b, place, h : h + 1] = scales
+                S, of_head = refs.before[b, place, h].astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
+                for t, (row, column) in enumerate(zip(rows, columns, strict=True)):
+                    decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
+                    if t == 0 and refs.scale_in is not None:
+                        decay = decay * refs.scale_in[b, place, h : h + 1]
+                    S = mixer_tile.next_state(S, decay, column, refs.made[row, of_head])
+                    refs.after[(*at, h)], scales = ring_tile.stored(S, refs.after.dtype)
+                    if scales is not None:
+                        refs.scale_out[(*at, slice(h, h + 1))] = scales
 
 
 def _append_keys(refs: MixerRefs, s: MixerStatic, b, counts, k, gates) -> None:

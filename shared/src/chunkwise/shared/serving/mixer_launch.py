@@ -16,15 +16,15 @@ from chunkwise.shared.serving.mixer_refs import MixerRefs
 from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
-# The most states of a grid step, and the most value heads: the kernel has code for each of them. Over rings most states
-# are only read, and more sequences fill the time in which products wait for others.
+# The most states of a grid step, the most value heads, and the most tokens of a decode: the kernel has code for each of
+# them. Over rings most states are only read, and more sequences fill the time in which products wait for others. There
+# are more states of several tokens of a sequence, too, because only one of them is read.
 _STATES = 32
-_STATES_OF_RINGS = 64
+_MORE_STATES = 64
 _MOST_HEADS = 64
-# The most value heads over rings, the most tokens of a decode, and the most slots, whose numbers of tokens are in
-# scalar memory.
+_MOST_TOKENS = 4
+# The most value heads over rings, and the most slots, whose numbers of tokens are in scalar memory.
 _RING_HEADS = 8
-_RING_TOKENS = 4
 _RING_SLOTS = 2**14
 
 
@@ -32,7 +32,8 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
     s, states = x.static, pool.states
     whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
-    if not whole or s.HV > _MOST_HEADS or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
+    few = s.HV <= _MOST_HEADS and s.decode_tokens <= _MOST_TOKENS
+    if not (whole and few) or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
     if pool.replay and not _takes_rings(x, pool):
         return None
@@ -40,13 +41,15 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
-    slot = s.HV * s.K * s.V * states.dtype.itemsize + sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
+    slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
+    state = s.HV * s.K * s.V * states.dtype.itemsize
     if pool.scales is not None:
-        slot += 4 * packed.round_up(s.HV, 8) * s.K
+        state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
         # Keys and writes have eight rows for each token at most, and gates too, or a register for eight tokens.
         slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + (8 if _by_channel(pool) else 1))
-    each = 2 * mixer_kernel.BUFFERS * slot + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
+    buffers = 2 * slot + (1 + _targets(x, pool)) * state
+    each = mixer_kernel.BUFFERS * buffers + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
@@ -63,7 +66,7 @@ def _takes_rings(x: Mixer, pool: StatePool) -> bool:
     heads = s.H in (1, 2, 4, 8) and s.H * pool.keys.dtype.itemsize >= 4
     few = heads and s.HV <= _RING_HEADS and s.K == s.V == packed.LANES and pool.shape[0] <= _RING_SLOTS
     gates = x.g.shape[1] == s.HV * (s.K if _by_channel(pool) else 1) and (s.H == s.HV or not _by_channel(pool))
-    few = few and s.decode_tokens <= min(_RING_TOKENS, pool.replay)
+    few = few and s.decode_tokens <= pool.replay
     return few and gates and pool.keys.shape[2:] == (s.H, s.K)
 
 
@@ -74,8 +77,16 @@ def _by_channel(pool: StatePool) -> bool:
 
 def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> list[int]:
     """Return how many sequences of `heads` value heads a grid step may take, the best number first."""
-    most = (_STATES_OF_RINGS if decode_tokens == 1 else _STATES) if rings else _STATES
-    return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * heads <= max(most, heads)]
+    if rings:
+        most, states = _MORE_STATES if decode_tokens == 1 else _STATES, heads
+    else:
+        most, states = _STATES if decode_tokens == 1 else _MORE_STATES, heads * decode_tokens
+    return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * states <= max(most, states)]
+
+
+def _targets(x: Mixer, pool: StatePool) -> int:
+    """Return how many slots a sequence writes."""
+    return 1 if pool.replay else x.static.decode_tokens
 
 
 def _rows(x: Mixer, N: int) -> int:
@@ -94,19 +105,19 @@ def launch(
         decode for each slot of the states.
       pool: the pool of states, float32, bfloat16 or int8, with rings or without.
       cu_seqlens: the boundaries as the caller gave them.
-      slots: the slots of the step; `state_indices` is [N], and a number of decodes is given.
+      slots: the slots of the step; `state_indices` has a slot for each sequence, or without rings for each token of a
+        decode; and a number of decodes is given.
 
     Returns:
       The outputs of the first tokens [rows, HV V], zeros for tokens of no decode, and the pools.
     """
-    s, N = x.static, slots.state_indices.shape[0]
+    s, N, targets = x.static, cu_seqlens.shape[0] - 1, _targets(x, pool)
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
     assert n is not None
     groups, rows = -(-N // n), s.HV * s.V
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
     tables: dict[str, Any] = dict(
-        boundaries=cu_seqlens, write=slots.state_indices,
-        read=slots.state_indices if slots.read_indices is None else slots.read_indices,
+        boundaries=cu_seqlens, write=slots.state_indices.reshape(-1), read=slots.read_indices,
         continues=None if slots.has_initial_state is None else slots.has_initial_state.astype(jnp.int32),
         accepted=slots.num_accepted_tokens, decodes=count(slots.num_decodes),
         sequences=count(N if slots.num_sequences is None else slots.num_sequences),
@@ -118,8 +129,8 @@ def launch(
     held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = lambda y: pltpu.VMEM((mixer_kernel.BUFFERS, n, *y.shape[1:]), y.dtype)
-    scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * mixer_kernel.NUMBERS,), jnp.int32))
+    buffer = lambda y, *each: pltpu.VMEM((mixer_kernel.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
+    scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * mixer_kernel.numbers(targets),), jnp.int32))
     scratch["tokens"] = T + 1, x.lanes
     m = n * s.decode_tokens
     scratch |= dict(rows=(m, x.lanes), outputs=(T + 1, rows))
@@ -127,11 +138,11 @@ def launch(
         scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
     scratch |= {f"in{j}": buffer(y) for j, y in enumerate(conv)}
     each = (s.decode_tokens,) if s.decode_tokens > 1 else ()
-    shapes = ((mixer_kernel.BUFFERS, n, *each, *y.shape[1:]) for y in conv)
-    scratch |= {f"out{j}": pltpu.VMEM(shape, y.dtype) for j, (shape, y) in enumerate(zip(shapes, conv, strict=True))}
-    scratch |= dict(before=buffer(pool.states), after=buffer(pool.states), parts=(s.HV * 8 * m, s.K))
+    scratch |= {f"out{j}": buffer(y, *each) for j, y in enumerate(conv)}
+    written = each if targets > 1 else ()
+    scratch |= dict(before=buffer(pool.states), after=buffer(pool.states, *written), parts=(s.HV * 8 * m, s.K))
     if pool.scales is not None:
-        scratch |= dict(scale_in=buffer(pool.scales), scale_out=buffer(pool.scales))
+        scratch |= dict(scale_in=buffer(pool.scales), scale_out=buffer(pool.scales, *written))
     scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
     if pool.replay:
         token = lambda y, heads: pltpu.VMEM((mixer_kernel.BUFFERS, n, *each, heads, y.shape[2]), y.dtype)
@@ -160,7 +171,7 @@ def launch(
         | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
         in_place={name: name for name in held},
-        cost_estimate=_cost(N, held, s),
+        cost_estimate=_cost(N, targets, held, s),
         # The table holds only slots that exist and tokens of the stream.
         in_bounds=True,
     )
@@ -168,9 +179,11 @@ def launch(
     return out["o"], tuple(out[f"conv{j}"] for j in range(len(conv))), after
 
 
-def _cost(N: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
-    """Return the cost of N decodes: each slot is read once and written once."""
+def _cost(N: int, targets: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
+    """Return the cost of N decodes: each reads a slot, and writes some."""
     slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
     return pl.CostEstimate(
-        flops=7 * N * s.HV * s.K * s.V, transcendentals=8 * N * s.HV * s.V, bytes_accessed=2 * N * slot
+        flops=7 * N * s.decode_tokens * s.HV * s.K * s.V,
+        transcendentals=8 * N * s.decode_tokens * s.HV * s.V,
+        bytes_accessed=(1 + targets) * N * slot,
     )

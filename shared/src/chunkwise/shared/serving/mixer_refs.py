@@ -15,9 +15,10 @@ class MixerRefs(NamedTuple):
 
     Attributes:
       boundaries: int32 [N + 1].
-      write, read: int32 [N], the slots in the call.
+      write: int32 [N targets], the slots in the call.
+      read: int32 [N], the slots of other sequences that sequences start from, or None.
       continues: int32 [N], 0 for a sequence that starts from zeros, or None.
-      accepted: int32 [N], how many tokens of the decode before are kept, or None for all.
+      accepted: int32 [N], how many tokens of the decode before are kept, or None: over rings for all, else for one.
       decodes, sequences: int32 [1], the counts of the call.
       x0, x1, x2: [T, channels], inputs of the convolution, None for arrays that there are not.
       g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
@@ -28,9 +29,10 @@ class MixerRefs(NamedTuple):
         rows of one matrix for a slot: keys [slots, L H, K], writes [slots, L HV, V], and gates [slots, L, HV], or per
         channel [slots, L HV, K].
       o: [T, HV V].
-      table: int32 [6 * sequences] in scalar memory, six numbers for a sequence: its first token; its slots to read and
-        to write, below 0 for none; over rings how many tokens its ring holds, or -1 minus that number if the ring is
-        folded; and for decodes of several tokens how many it has, and the slot of convolutions that it reads.
+      table: int32 [sequences numbers] in scalar memory, some numbers for a sequence: its first token; its slot to read,
+        below 0 for none; over rings how many tokens its ring holds, or -1 minus that number if the ring is folded; for
+        decodes of several tokens how many it has, and over rings the slot of convolutions that it reads; and its slots
+        to write.
       taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
       tokens: float32 [T + 1, lanes], all arrays of tokens side by side, each in whole registers; the last row is zeros.
       rows: float32 [m, lanes], the tokens of the n sequences of a grid step: the first tokens, then the second ones,
@@ -38,7 +40,8 @@ class MixerRefs(NamedTuple):
       outputs: float32 [T + 1, HV V]; the last row is for sequences without a token.
       in0, in1, in2: buffers of slots of the convolutions, [2, n, W - 1, channels]; out0, out1, out2: the same, or
         for decodes of several tokens [2, n, tokens, W - 1, channels].
-      before, after, scale_in, scale_out: buffers of slots, [2, n, ...].
+      before, after, scale_in, scale_out: buffers of slots, [2, n, ...], of those that are written [2, n, targets, ...]
+        if a sequence writes several.
       ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
       new_key, new_write, new_gate: buffers of tokens that are added to rings, [2, n, H, K] and [2, n, HV, V], and of
         their gates, [2, n, HV, K], or of all gates of rings, [2, n, L, HV]. Those of several tokens have a dimension
@@ -132,6 +135,11 @@ class MixerRefs(NamedTuple):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of copies."""
         return "conv", "states", *(("keys", "writes", "gates") if self.has_rings else ())
+
+    @property
+    def targets(self) -> int:
+        """How many slots a sequence writes: without rings one for each token of a decode."""
+        return self.write.shape[0] // (self.boundaries.shape[0] - 1)
 
     @property
     def has_rings(self) -> bool:

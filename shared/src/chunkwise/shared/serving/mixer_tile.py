@@ -42,7 +42,7 @@ class MixerStatic(NamedTuple):
       activation: the activation of the convolution.
       norm: the norm of the output, or None.
       name: the name of the kernel.
-      decode_tokens: the most tokens of a decode; more than 1 only over rings.
+      decode_tokens: the most tokens of a decode.
     """
 
     H: int

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
 
 from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking, pools
@@ -132,6 +134,28 @@ def make_pool(
         count=jnp.zeros(slots, jnp.int32),
         drafts=jnp.zeros(slots, jnp.int32),
     )
+
+
+def pool_formats(pool):
+    """Return the Formats of a pool in rows, one for every array, for `jax.device_put` and `out_shardings` of `jax.jit`.
+
+    The kernels take every array of a pool with its last dimension in rows. By default XLA lays out some arrays in
+    another way on a TPU: states of a convolution, which have 3 rows a slot, among them. Then every step copies the
+    whole array into rows and back, however few of its slots the step needs::
+
+        formats = pool_formats(pools)
+        pools = jax.device_put(pools, formats)
+        step = jax.jit(step, donate_argnums=0, out_shardings=(None, formats))
+        o, pools = step(pools, ...)
+
+    Args:
+      pool: arrays of a pool, of the pools of a model, or their shapes, in any pytree.
+
+    Returns:
+      The same tree of Formats: rows, on the devices of the array, or for a shape without a sharding on the default one.
+    """
+    here = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: Format(Layout(tuple(range(x.ndim))), getattr(x, "sharding", None) or here), pool)
 
 
 def _is_count(size) -> bool:

@@ -1,0 +1,110 @@
+"""Rows of a pool [slots, ...] by their slots, copied between places of memory by one launch.
+
+It does what `slot_rows.read` and `slot_rows.write` do. XLA's gather and scatter go through the rows one after another;
+here all copies are under way at once.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared.kernels import launcher, pools
+from chunkwise.shared.serving import slot_rows
+
+
+class SlotRefs(NamedTuple):
+    """The Refs of both kernels.
+
+    Attributes:
+      slots: int32 [n], a slot of the pool for each row, -1 for none.
+      pool: [slots, ...].
+      rows: [n, ...], in the type of the pool: what `read` returns, and `write` takes.
+      pool_out: the pool after `write`, in the memory of the pool.
+      copies: the semaphore of all copies.
+    """
+
+    slots: Any
+    pool: Any
+    rows: Any
+    pool_out: Any
+    copies: Any
+
+
+def takes(pool: jax.Array) -> bool:
+    """Return whether the kernels take a pool of this type."""
+    return pool.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
+    """Do the same as `slot_rows.read`."""
+    return _with_gradient(_read, slot_rows.read)(pool, slots)
+
+
+def write(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Do the same as `slot_rows.write`, if no slot is named twice."""
+    return _with_gradient(_write, slot_rows.write)(pool, slots, rows)
+
+
+def _with_gradient(run, plain):
+    """Return the function `run` with the gradient of a function that computes the same."""
+    fn = jax.custom_vjp(run)
+    fn.defvjp(lambda *args: (run(*args), args), lambda args, cotangent: jax.vjp(plain, *args)[1](cotangent))
+    return fn
+
+
+def _read(pool, slots):
+    slots = pools.existing(slots, pool.shape[0])
+    rows = _launch("read_slots", slots, pool, None)
+    # Rows without a slot were not written.
+    exists = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
+    return jnp.where(exists, rows, jnp.zeros((), pool.dtype))
+
+
+def _write(pool, slots, rows):
+    return _launch("write_slots", pools.existing(slots, pool.shape[0]), pool, rows.astype(pool.dtype))
+
+
+def _launch(name: str, slots: jax.Array, pool: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """Return the rows of a pool, or with rows the pool after they are written."""
+    # XLA would copy a pool that fits into fast memory there and back.
+    in_hbm, anywhere, n = *(pl.BlockSpec(memory_space=x) for x in (pltpu.HBM, pl.ANY)), slots.shape[0]
+    result = "rows" if rows is None else "pool"
+    shape = (n, *pool.shape[1:]) if rows is None else pool.shape
+    out = launcher.launch(
+        _copy_rows,
+        SlotRefs,
+        name=name,
+        grid=(1,),
+        dimension_semantics=("arbitrary",),
+        tables={"slots": slots},
+        inputs={"pool": (pool, in_hbm)} | ({} if rows is None else {"rows": (rows, anywhere)}),
+        outputs={result: (anywhere if rows is None else in_hbm, shape, pool.dtype)},
+        scratch={"copies": pltpu.SemaphoreType.DMA},
+        in_place={} if rows is None else {"pool": "pool"},
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * n * (pool.size // pool.shape[0]) * pool.dtype.itemsize
+        ),
+        in_bounds=True,
+    )
+    return out[result]
+
+
+def _copy_rows(refs: SlotRefs):
+    """Copy the row of every slot that exists, out of the pool or into it."""
+
+    def each(visit, n, _):
+        slot = refs.slots[n]
+
+        @pl.when(slot >= 0)
+        def _():
+            row = refs.rows.at[n]
+            ends = (refs.pool.at[slot], row) if refs.pool_out is None else (row, refs.pool_out.at[slot])
+            visit(pltpu.make_async_copy(*ends, refs.copies))
+
+    for visit in (pools.start, pools.wait):
+        lax.fori_loop(jnp.int32(0), jnp.int32(refs.slots.shape[0]), functools.partial(each, visit), None)

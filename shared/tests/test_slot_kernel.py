@@ -1,0 +1,49 @@
+"""Rows of a pool by their slots, copied by a kernel: the same rows, bit by bit, as by indices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.shared.serving import slot_kernel, slot_rows
+
+# One slot twice to read from, one below zero, and one past the end.
+READ = jnp.array([3, -1, 0, 7, 3, -5], jnp.int32)
+WRITTEN = jnp.array([3, -1, 0, 7, 6, -5], jnp.int32)
+
+
+def make(shape, dtype):
+    """Return a pool of seven slots and six rows, each with a row of NaN."""
+    rng = np.random.default_rng(0)
+    pool, rows = (rng.standard_normal((n, *shape)) for n in (7, 6))
+    pool[5], rows[1] = np.nan, np.nan
+    return jnp.asarray(pool, dtype), jnp.asarray(rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 256), (1, 20)])
+def test_reads_and_writes(shape, dtype):
+    pool, rows = make(shape, dtype)
+    bits = lambda x: np.asarray(x).tobytes()
+    assert bits(slot_kernel.read(pool, READ)) == bits(slot_rows.read(pool, READ))
+    assert bits(slot_kernel.write(pool, WRITTEN, rows)) == bits(slot_rows.write(pool, WRITTEN, rows))
+
+
+def test_gradients():
+    pool, rows = make((3, 8), "float32")
+
+    def total(kernel, pool, rows):
+        after = kernel.write(pool, WRITTEN, jnp.sin(rows) * kernel.read(pool, READ))
+        return jnp.sum(jnp.where(jnp.isnan(after), 0.0, after**2))
+
+    pool, rows = jnp.nan_to_num(pool), jnp.nan_to_num(rows)
+    got, want = (
+        jax.grad(lambda *x, kernel=kernel: total(kernel, *x), (0, 1))(pool, rows) for kernel in (slot_kernel, slot_rows)
+    )
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_types():
+    """TPU kernels take no float16."""
+    assert not slot_kernel.takes(jnp.zeros((2, 3, 8), jnp.float16))
