@@ -30,7 +30,7 @@ NEWEST = bool(os.environ.get("NEWEST"))
 LOCK = ROOT / "release/lock.txt"
 LOCKED = () if NEWEST else ("--constraint", str(LOCK))
 
-# The tests that run under every pair, and under the oldest Python: of a stage all, and what an operator computes.
+# The tests that run under every pair: of a stage all, and what an operator computes, also under the oldest Python.
 KDA = [PACKAGES["kda"] / f"tests/test_{name}.py" for name in ("reference", "errors", "tpu_compile")]
 SAMPLE = (PACKAGES["kkt"], *KDA)
 
@@ -174,7 +174,7 @@ def oldest(session):
     session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "e2e", "runtime"))
     session.install(*LOCKED, "--no-build-isolation", ".[integrations]")
     session.run("chunkwise", "demo", "--output", Path(session.create_tmp(), "demo"))
-    session.run("pytest", *WORKERS, *QUICK, *SAMPLE, *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, *KDA, *session.posargs)
     session.run("pytest", *WORKERS, "-m", "torch and not thorough", "tests_e2e", *session.posargs)
 
 

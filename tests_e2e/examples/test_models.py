@@ -112,13 +112,14 @@ class Case(NamedTuple):
 
 def is_thorough(case, implementation) -> bool:
     """Return whether the model repeats another, or its operator has tests of its own under the implementation."""
-    return case == "olmo_hybrid_published" or implementation != "xla"
+    return case in ("olmo_hybrid_published", "olmo_hybrid", "mamba2") or implementation != "xla"
 
 
 THOROUGH = dict(
     # What is read at once is read in one piece.
     test_logits=lambda case, piece, implementation: is_thorough(case, implementation) or piece == WHOLE,
     test_generation=is_thorough,
+    test_command_in_bfloat16=True,
 )
 
 

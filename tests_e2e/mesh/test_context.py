@@ -52,6 +52,9 @@ THOROUGH = dict(
     test_documents_in_kernels=lambda name, states, implementation: (
         (name, states, implementation) != ("chunk_gla", True, "fused")
     ),
+    # Documents have states and none, and devices exchange them in the same way for every operator.
+    test_final_states_without_initial_ones=True,
+    test_erase_keys_in_kernels=True,
     test_segments_in_kernels=True,
     test_constant_gates_in_kernels=lambda remat: not remat,
     test_documents_cross_devices=lambda name, states: not states or name not in ("chunk_kda", "chunk_gla"),

@@ -22,7 +22,7 @@ QUICK = [
 THOROUGH = dict(
     test_divisions=lambda division, mode: mode == "automatic" or division in ("rows", "heads"),
     test_operators=lambda name, implementation: (name, implementation) not in QUICK,
-    test_packed_batch_over_heads=lambda mode: mode == "explicit",
+    test_packed_batch_over_heads=True,
     test_laws_and_their_gradients=lambda mode: mode == "explicit",
 )
 

@@ -17,7 +17,7 @@ from packages.integrations.tests.nnx_modules import CONFIGS  # noqa: E402
 AXES = dict(batch="a", tokens="b", heads="c")
 X = jax.random.normal(jax.random.key(1), (2, 24, 16))
 # A module is a layer, and layers have meshes of their own.
-THOROUGH = dict(test_rows_tokens_and_heads=True)
+THOROUGH = dict(test_rows_tokens_and_heads=True, test_tokens_inside_a_shard_map=True)
 
 
 def loss(module, x):

@@ -16,7 +16,7 @@ from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh,
 THOROUGH = dict.fromkeys(
     ["test_tokens_of_the_caller_and_heads_of_the_operator", "test_inside_a_shard_map_over_some_axes"],
     lambda check_vma: not check_vma,
-)
+) | dict(test_vmap_and_gradient=True, test_scan_over_layers=True)
 
 NAME = "chunk_gated_delta_rule"
 DIVISIONS = {"rows-and-heads": P("a", None, "b"), "tokens": P(None, ("a", "b"))}

@@ -16,7 +16,7 @@ CASES = {
     "kda_int8_ring": dict(H=2, HV=2, per_channel=True, pool=jnp.int8, ring=True),
 }
 # Rings of int8, and drafts, are the kernel with all that it has.
-THOROUGH = dict(test_decodes=lambda case: case not in ("kda_int8_ring", "drafts"))
+THOROUGH = dict(test_decodes=lambda case: case not in ("kda_int8_ring", "slots"))
 
 
 @pytest.mark.parametrize("case", CASES)

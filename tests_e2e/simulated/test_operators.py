@@ -34,7 +34,6 @@ BATCHES = {
 }
 QUICK = {
     ("gated_delta_rule", "segments with states", True, "float32"),
-    ("gla", "pack with states", True, "float32"),
 }
 THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,

@@ -15,7 +15,7 @@ from packages.fused_gla.tests.either_gla import chunk_either_gla
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 THOROUGH = dict(
     # They differ from others in sizes alone.
-    test_compiles=lambda case: case not in ("groups", "channel"),
+    test_compiles=lambda case: case != "channel",
     test_launches_over_devices_compile=lambda case: case == "constant",
 )
 

@@ -31,13 +31,13 @@ ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
 
 # Plain JAX of other operators differs in the recurrence alone, which their own tests know. KDA's package has steps of
 # its own kernel.
-QUICK = ("gated_delta_rule", "xla"), ("gated_delta_rule", "fused")
 THOROUGH = dict(
     # The session `random` draws steps too, and the other tests here have one of every kind.
     test_random_steps=True,
     test_schedules=True,
-    test_what_does_not_exist_is_none=lambda operator, implementation: (operator, implementation) not in QUICK[:1],
-    test_rubbish_stays_in_the_pool=lambda operator, implementation: (operator, implementation) not in QUICK[1:],
+    # Decodes and convolutions have them, too.
+    test_what_does_not_exist_is_none=True,
+    test_rubbish_stays_in_the_pool=True,
     # The packages have prefills and decodes of every type.
     test_types_of_pools=True,
     test_stale_slots=lambda implementation: implementation == "fused",
