@@ -573,13 +573,13 @@ def decodes_layout() -> str:
 @block
 def decodes_mixed() -> str:
     """The operations around the kernels of a step of decodes and prefills."""
-    counts = []
-    for row in select(rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e"):
-        layer = decode_mixer.MIXERS[row["case"]]
+    counts, rows = [], select(rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e")
+    for case, layer in decode_mixer.MIXERS.items():
+        row = only(rows, case=case)
         counts.append(f"{whole(row['around_cycles'])} for {TITLES[layer.operator]} {layer.H} / {layer.HV}")
     return (
         "In a step of 32 decodes and 2 prefills of 512 the compiler for v6e expects these cycles of all operations\n"
-        f"around the kernels of a whole mixer: {', '.join(counts)}."
+        f"around the kernels of a whole mixer, by key and value heads:\n{', '.join(counts)}."
     )
 
 
