@@ -83,7 +83,9 @@ def pallas_call(
       kernel: the body, called with scalar-prefetch Refs, input Refs, output Refs and scratch Refs in this order.
       *operands: scalar-prefetch arrays first, then inputs.
       name: name of the kernel in profiles and in the lowered text.
-      grid, in_specs, out_specs, out_shape, scratch_shapes: as in `jax.experimental.pallas.pallas_call`.
+      grid, in_specs, out_specs, out_shape, scratch_shapes: as in `jax.experimental.pallas.pallas_call`. An input stays
+        in HBM where its spec says so. Where a spec says ANY, XLA may copy an array that fits into fast memory there and
+        back.
       dimension_semantics: "parallel" or "arbitrary" (sequential) for every axis of the grid.
       cost_estimate: the cost of the launch, for XLA's scheduler.
       num_scalar_prefetch: how many leading operands are scalar tables read by the index maps.
@@ -126,7 +128,6 @@ def pallas_call(
     spaces = [None] * num_scalar_prefetch + [None if spec is None else spec.memory_space for spec in in_specs]
 
     def on_tpu(*given):
-        # Where the memory space is ANY, XLA may copy an array that fits into fast memory there and back.
         chosen = (space for space, x in zip(spaces, values, strict=True) if x is not None)
         held = (
             pltpu.with_memory_space_constraint(x, space) if space is pltpu.HBM else x

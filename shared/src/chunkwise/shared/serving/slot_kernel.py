@@ -71,8 +71,7 @@ def _write(pool, slots, rows):
 
 def _launch(name: str, slots: jax.Array, pool: jax.Array, rows: jax.Array | None) -> jax.Array:
     """Return the rows of a pool, or with rows the pool after they are written."""
-    # XLA would copy a pool that fits into fast memory there and back.
-    in_hbm, anywhere, n = *(pl.BlockSpec(memory_space=x) for x in (pltpu.HBM, pl.ANY)), slots.shape[0]
+    anywhere, in_hbm, n = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM), slots.shape[0]
     result = "rows" if rows is None else "pool"
     shape = (n, *pool.shape[1:]) if rows is None else pool.shape
     out = launcher.launch(
