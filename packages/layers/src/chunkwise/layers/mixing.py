@@ -17,6 +17,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
+from chunkwise.shared.kernels import launcher
 from chunkwise.shared.mesh import partition
 from chunkwise.shared.serving.mixer import Mixer, decode, static_of, takes_mixer
 from chunkwise.shared.serving.mixer_tile import OutputNorm
@@ -121,10 +122,8 @@ def over_token(
         return others(*tree)
     together = functools.partial(_where_it_lies, token, division, run, config)
     # The gradient is taken from the other form, because one token is not worth a backward kernel.
-    mixed = jax.custom_vjp(together)
-    mixed.defvjp(lambda *tree: (together(*tree), tree), lambda tree, cotangents: jax.vjp(others, *tree)[1](cotangents))
     leaves, structure = jax.tree.flatten(tree)
-    return mixed(*structure.unflatten(compat.vary_alike(*leaves)))
+    return launcher.with_gradient_of(others, together)(*structure.unflatten(compat.vary_alike(*leaves)))
 
 
 def _find_division(run: running.Run, config: config.LayerConfig, arrays) -> partition.Division | None:

@@ -51,6 +51,13 @@ def _without_derivative(call: Callable, name: str) -> Callable:
     return guarded
 
 
+def with_gradient_of(plain: Callable, call: Callable) -> Callable:
+    """Return `call` with the gradient of a function in plain JAX, which computes the same of the same arguments."""
+    fn = jax.custom_vjp(call)
+    fn.defvjp(lambda *args: (call(*args), args), lambda args, cotangents: jax.vjp(plain, *args)[1](cotangents))
+    return fn
+
+
 def _interpreted(compiled: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Return a launch with `interpret` set; a test on the simulated TPU has set it to something else already."""
     eqns = [x.replace(params=x.params | {"interpret": x.params["interpret"] or True}) for x in compiled.eqns]
@@ -125,15 +132,12 @@ def pallas_call(
             interpreted = jax.make_jaxpr(call(lambda *refs: kernel(*refs), interpret=True))(*values)
     else:
         interpreted = _interpreted(compiled)
-    spaces = [None] * num_scalar_prefetch + [None if spec is None else spec.memory_space for spec in in_specs]
+    # A spec says it to Pallas alone; XLA must be told of the array.
+    in_hbm = [False] * num_scalar_prefetch + [spec.memory_space is pltpu.HBM for spec in in_specs if spec is not None]
 
     def on_tpu(*given):
-        chosen = (space for space, x in zip(spaces, values, strict=True) if x is not None)
-        held = (
-            pltpu.with_memory_space_constraint(x, space) if space is pltpu.HBM else x
-            for x, space in zip(given, chosen, strict=True)
-        )  # fmt: skip
-        return core.jaxpr_as_fun(compiled)(*held)
+        hold = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
+        return core.jaxpr_as_fun(compiled)(*(hold(x) if held else x for x, held in zip(given, in_hbm, strict=True)))
 
     by_platform = functools.partial(lax.platform_dependent, tpu=on_tpu, default=core.jaxpr_as_fun(interpreted))
     results = _without_derivative(by_platform, name)(*jax.tree.leaves(values))

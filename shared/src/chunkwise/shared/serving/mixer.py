@@ -135,7 +135,7 @@ def decode_rule(
 def _takes(x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, slots: Slots) -> bool:
     """Return whether the kernel takes tokens of these sizes, and slots of this form."""
     # The ring of a sequence with one slot says which tokens of its last decode are kept.
-    if _columns(slots) != (1 if pool.replay else x.static.decode_tokens):
+    if _columns(slots) != mixer_launch.targets_of(x, pool):
         return False
     return mixer_launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None
 

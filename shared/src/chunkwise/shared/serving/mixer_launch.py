@@ -48,7 +48,7 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     if pool.replay:
         # Keys and writes have eight rows for each token at most, and gates too, or a register for eight tokens.
         slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + (8 if _by_channel(pool) else 1))
-    buffers = 2 * slot + (1 + _targets(x, pool)) * state
+    buffers = 2 * slot + (1 + targets_of(x, pool)) * state
     each = mixer_kernel.BUFFERS * buffers + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
@@ -84,8 +84,8 @@ def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> lis
     return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * states <= max(most, states)]
 
 
-def _targets(x: Mixer, pool: StatePool) -> int:
-    """Return how many slots a sequence writes."""
+def targets_of(x: Mixer, pool: StatePool) -> int:
+    """Return how many slots a sequence writes: without rings one for each token of a decode."""
     return 1 if pool.replay else x.static.decode_tokens
 
 
@@ -111,7 +111,7 @@ def launch(
     Returns:
       The outputs of the first tokens [rows, HV V], zeros for tokens of no decode, and the pools.
     """
-    s, N, targets = x.static, cu_seqlens.shape[0] - 1, _targets(x, pool)
+    s, N, targets = x.static, cu_seqlens.shape[0] - 1, targets_of(x, pool)
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
     assert n is not None
     groups, rows = -(-N // n), s.HV * s.V

@@ -42,19 +42,12 @@ def takes(pool: jax.Array) -> bool:
 
 def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
     """Do the same as `slot_rows.read`."""
-    return _with_gradient(_read, slot_rows.read)(pool, slots)
+    return launcher.with_gradient_of(slot_rows.read, _read)(pool, slots)
 
 
 def write(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Do the same as `slot_rows.write`, if no slot is named twice."""
-    return _with_gradient(_write, slot_rows.write)(pool, slots, rows)
-
-
-def _with_gradient(run, plain):
-    """Return the function `run` with the gradient of a function that computes the same."""
-    fn = jax.custom_vjp(run)
-    fn.defvjp(lambda *args: (run(*args), args), lambda args, cotangent: jax.vjp(plain, *args)[1](cotangent))
-    return fn
+    return launcher.with_gradient_of(slot_rows.write, _write)(pool, slots, rows)
 
 
 def _read(pool, slots):
