@@ -71,7 +71,7 @@ def compile_mixer(
     out in rows, otherwise in the default way.
     """
     compiler.setup(flags)
-    if not mixture.over_array and not mixture.prefills:
+    if not mixture.over_array:
         step.leave_out_prefills()
     config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
@@ -125,24 +125,20 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     Of a step that has prefills it returns the operations around the kernels alone. In the default layout of pools these
     are counted for one chip, where the compiler can profile it.
     """
-    around = "count_around(case, mixture, chip)", "count_around(case, mixture, chip, rows=False)"
     counted = (
-        (around[0],) if mixture.prefills else ("count_kernel(case, mixture, chip)", *around[: 1 + (chip == "v6e")])
+        f"from benchmarks.decode_mixer import Mixer, Mixture, count_around, count_kernel; "
+        f"of = {case!r}, {mixture!r}, {chip!r}; dict(count={{}})"
     )
-    counts: list = []
-    for call in counted:
-        code = (
-            f"from benchmarks.decode_mixer import Mixer, Mixture, count_around, count_kernel; "
-            f"case, mixture, chip = {case!r}, {mixture!r}, {chip!r}; dict(count={call})"
-        )
-        found = tpu.first_result([code], timeout)
-        if "count" in found:
-            counts.append(found["count"])
-        elif call != around[1]:
-            return found
+    count = lambda call: tpu.first_result([counted.format(call)], timeout)
+    around = count("count_around(*of)")
+    if "count" not in around:
+        return around
     if mixture.prefills:
-        return {"around_cycles": counts[0]}
-    (bundles, steps), around, *in_default_layout = counts
+        return {"around_cycles": around["count"]}
+    kernel = count("count_kernel(*of)")
+    if "count" not in kernel:
+        return kernel
+    around, (bundles, steps) = around["count"], kernel["count"]
     channels = 2 * case.H * case.K + case.HV * case.V
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
@@ -150,6 +146,6 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
     time = times.device_ms(CHIPS[chip], bundles, around, steps, floor / clock / 1e6)
-    if in_default_layout:
-        row["around_in_default_layout"] = in_default_layout[0]
+    if chip == "v6e" and "count" in (found := count("count_around(*of, rows=False)")):
+        row["around_in_default_layout"] = found["count"]
     return row | {"cycles": max(bundles, floor) + around, "estimate_ms": time}
