@@ -105,7 +105,7 @@ def assert_same(got, want) -> None:
 QUICK_SHARED = (("mamba2_mixer_before", "3 over 4", "explicit"),)
 QUICK_STEPS = (("mamba2_mixer_shared", "explicit"),)
 THOROUGH = dict(
-    # Two layers below have values over devices, and serving steps another.
+    # A layer below has values over devices, serving steps another, and steps of decodes a third.
     test_rows_tokens_and_heads=True,
     # Operators and convolutions are tested inside of maps.
     test_inside_a_shard_map=True,

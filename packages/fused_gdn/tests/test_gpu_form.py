@@ -7,7 +7,7 @@ from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, asser
 
 THOROUGH = dict(
     test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("rows", True, None),
-    # A CPU takes all chunks at once, and nothing fills them.
+    # The form has a quick test above.
     test_final_states=True,
 )
 
