@@ -9,7 +9,7 @@ import pytest
 
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import tpu
-from shared.tests import selection
+from tests import selection
 
 tpu.setup()
 # Programs are small: to cut one into parts that are compiled side by side costs more than it saves.

@@ -255,7 +255,7 @@ def add_package_sessions(name: str) -> None:
             session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
         run_example(session, name)
         if (PACKAGES[name] / "tests/test_alone.py").exists():
-            session.run("python", ROOT / "shared/tests/alone_suite.py", name, env={"JAX_PLATFORMS": "cpu"})
+            session.run("python", ROOT / "tests/alone_suite.py", name, env={"JAX_PLATFORMS": "cpu"})
 
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, run the example of its README, and use every argument."

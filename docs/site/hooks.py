@@ -92,7 +92,7 @@ def pages_elsewhere() -> dict[str, tuple[str, str]]:
             name = f"{folder.name}.{init.parent.name if init.stem == '__init__' else init.stem}"
             title = f"# chunkwise.{name}\n\n{ast.get_docstring(ast.parse(init.read_text()))}\n\n"
             pages[str(init.relative_to(ROOT))] = (f"packages/{name}.md", title + reference(init))
-    for path in sorted(ROOT.glob("examples/*.py")):
+    for path in sorted(ROOT.glob("examples/[!_]*.py")):
         pages[str(path.relative_to(ROOT))] = (f"examples/{path.stem}.md", source_page(path))
     return pages
 

@@ -21,7 +21,7 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from chunkwise.shared.testing.transforms import text_for_tpu
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 HV, K, V = 4, 24, 40
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max

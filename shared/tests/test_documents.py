@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.tests.documents import documented_flops, evaluate
+from tests.documents import documented_flops, evaluate
 
 
 @pytest.mark.parametrize(

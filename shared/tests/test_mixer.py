@@ -16,7 +16,7 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
-from shared.tests import mixer_suite
+from tests import mixer_suite
 
 # A pool without rings, the rings with the most operations, and a slot for each token.
 QUICK = ("bfloat16", "channels, int8 ring", "drafts in slots")

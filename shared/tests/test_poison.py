@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.testing.inputs import boundaries
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 
 def tokens(*shape):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.tests.ring_suite import CASES, assert_steps
+from tests.ring_suite import CASES, assert_steps
 
 # A simulated TPU takes the same steps of KDA.
 THOROUGH = dict(test_steps=True)

@@ -14,7 +14,7 @@ from chunkwise.shared.plain.segments import nonfinite_segments, run_segments
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
-from shared.tests.segment_suite import SEGMENT_IDS, assert_segments
+from tests.segment_suite import SEGMENT_IDS, assert_segments
 
 IDS = st.lists(st.lists(st.integers(-2, 2), min_size=7, max_size=7), min_size=2, max_size=2)
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from shared.tests.selection import is_thorough
+from tests.selection import is_thorough
 
 
 def module(**rules):

@@ -9,7 +9,7 @@ import numpy as np
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import layout, pools
 from chunkwise.shared.serving import step_table
-from shared.tests.engine import make_rubbish
+from tests.engine import make_rubbish
 
 N, W, M, SLOTS, T, C, BLOCK = 5, 3, 2, 9, 150, 16, 32
 NT = -(-T // C)

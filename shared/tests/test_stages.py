@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.testing.cases import Case
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 PACKED = Case(T=20, HV=2, K=3, V=2, chunk_size=16, gate="strong", lengths=(1, 0, 17))
 

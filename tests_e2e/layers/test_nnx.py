@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from chunkwise import layers
 from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, place
 from chunkwise.shared.testing.compare import assert_close
-from packages.integrations.tests.nnx_modules import CONFIGS
+from tests.nnx_modules import CONFIGS
 
 KINDS = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 X = jax.random.normal(jax.random.key(1), (2, 12, 16))

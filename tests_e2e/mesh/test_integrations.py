@@ -12,7 +12,7 @@ from tests_e2e.mesh.meshes import MODES, make_mesh, normal
 
 nnx = pytest.importorskip("flax.nnx")
 from chunkwise.integrations.nnx import GatedDeltaNet, place  # noqa: E402
-from packages.integrations.tests.nnx_modules import CONFIGS  # noqa: E402
+from tests.nnx_modules import CONFIGS  # noqa: E402
 
 AXES = dict(batch="a", tokens="b", heads="c")
 X = jax.random.normal(jax.random.key(1), (2, 24, 16))

@@ -19,7 +19,7 @@ from chunkwise.layers import (
     shardings,
 )
 from chunkwise.shared.testing.compare import assert_close
-from packages.layers.tests.layer_oracle import LAYERS as ANY
+from tests.layer_oracle import LAYERS as ANY
 from tests_e2e.mesh.meshes import MODES, P, collectives, make_mesh, normal
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)

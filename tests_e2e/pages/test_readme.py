@@ -258,7 +258,9 @@ def test_links(page):
 )
 def test_paths(page):
     """The files and folders that pages for maintainers name by their path from the root exist."""
-    for path in re.findall(r"`((?:packages|shared|tests_e2e|benchmarks|docs|release)/[\w./-]+)`", page.read_text()):
+    for path in re.findall(
+        r"`((?:packages|shared|tests(?:_e2e)?|benchmarks|docs|release)/[\w./-]+)`", page.read_text()
+    ):
         assert (ROOT / path).exists() or (ROOT / "shared/src/chunkwise" / path).exists(), path
 
 

@@ -1,6 +1,8 @@
 """What a package needs, and which tests `nox -s tests -- --changed` runs."""
 
+import os
 import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,19 @@ def test_needed():
     assert packages.needed("shared") == ["shared"]
     assert packages.needed("two_keys") == ["shared", "kda", "two_keys"]
     assert set(packages.FOLDERS) - set(packages.needed("integrations")) == {"command"}
+
+
+def test_modules_of_others_with_the_names_of_our_folders(tmp_path):
+    """Whoever forgets `-e` or ./ installs the package `shared` of somebody else; tests are collected beside it."""
+    for name in (path.name for path in packages.ROOT.iterdir() if path.is_dir()):
+        module = tmp_path / name / "__init__.py"
+        module.parent.mkdir()
+        module.write_text("raise ImportError(f'{__file__} is not ours')")
+    folders = ("packages/two_keys", "shared/tests", "tests_e2e/repository")
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *folders)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=packages.ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

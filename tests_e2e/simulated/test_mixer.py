@@ -5,7 +5,7 @@ import pytest
 
 from chunkwise.shared.serving import mixer_launch
 from chunkwise.shared.testing.compare import assert_close
-from shared.tests import mixer_suite
+from tests import mixer_suite
 
 CASES = {
     "gated_delta_rule": dict(H=1, HV=2, pool=jnp.bfloat16),

@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise import causal_conv1d, norm_gated
 from chunkwise.shared.testing import compare, inputs, mixer_oracle
-from shared.tests import engine
+from tests import engine
 
 # Two blocks of channels, and one, so that cores share the rows of a batch.
 CHANNELS = {1: 130, 2: 100}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.tests.ring_suite import CASES, assert_steps
+from tests.ring_suite import CASES, assert_steps
 
 THOROUGH = dict(test_steps=lambda case: case != "kda")
 

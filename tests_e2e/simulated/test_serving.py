@@ -15,8 +15,7 @@ from chunkwise.kda import operator as kda_record
 from chunkwise.pipeline import operators
 from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
-from packages.pipeline.tests import ragged_suite
-from shared.tests import engine, pool_suite
+from tests import engine, pool_suite, ragged_suite
 
 H, HV, K, V = 1, 2, 12, 20
 

@@ -14,7 +14,7 @@ from chunkwise.shared.call import arguments
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys_operator
-from shared.tests import segment_suite
+from tests import segment_suite
 
 THOROUGH = dict(test_state_map=lambda operator, batch: batch != "rows" or operator != "gla")
 OPERATORS = {

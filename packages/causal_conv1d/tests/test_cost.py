@@ -4,7 +4,7 @@ import pytest
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.causal_conv1d.cost import cost
-from shared.tests.documents import documented_flops
+from tests.documents import documented_flops
 
 SIZES = dict(B=2, T=300, D=96, W=4)
 

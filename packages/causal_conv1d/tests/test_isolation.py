@@ -6,7 +6,7 @@ import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d
 from chunkwise.shared.testing.inputs import boundaries
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.causal_conv1d import causal_conv1d_update
-from shared.tests.engine import Engine, Oracle, convolution, describe
+from tests.engine import Engine, Oracle, convolution, describe
 
 T, D, TAPS, N, U, SLOTS, BLOCK = 150, 5, 4, 6, 3, 40, 64
 THOROUGH = dict(test_schedules=lambda implementation, dtype: (implementation, dtype) != ("xla", "float32"))

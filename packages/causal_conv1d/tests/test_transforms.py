@@ -7,7 +7,7 @@ import numpy as np
 
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.shared.testing import transforms
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 RNG = np.random.default_rng(0)
 WEIGHT = jnp.asarray(RNG.standard_normal((5, 4)), jnp.float32)

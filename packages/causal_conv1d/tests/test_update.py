@@ -11,7 +11,7 @@ import pytest
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries
-from shared.tests.engine import Oracle, convolution, make_rubbish, make_wrong
+from tests.engine import Oracle, convolution, make_rubbish, make_wrong
 
 B, T, D, W = 3, 9, 5, 4
 TYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -11,7 +11,7 @@ from chunkwise.shared.testing.cases import ISOLATION_CASES, Case
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 THOROUGH = dict(
     test_linear_attention=lambda kind, case, implementation: (

@@ -6,7 +6,7 @@ import pytest
 from chunkwise.chunk_h import Config, chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_h.config import cost
 from chunkwise.shared.testing import stage_oracle
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 CONFIGS = tuple(Config(heads) for heads in (1, 2, 4, 8))
 THOROUGH = dict(

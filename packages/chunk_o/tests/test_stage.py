@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from chunkwise.chunk_o import Config, chunk_fwd_o
 from chunkwise.chunk_o.config import cost
 from chunkwise.shared.testing import stage_oracle
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 
 class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):

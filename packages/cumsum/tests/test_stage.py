@@ -7,7 +7,7 @@ import pytest
 from chunkwise.cumsum import Config, chunk_local_cumsum
 from chunkwise.cumsum.config import cost
 from chunkwise.shared.testing import stage_oracle
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 LAUNCHES = "chunk_local_cumsum_fwd_c{}", "chunk_local_cumsum_fwd_c{}_reverse"
 FORWARD = stages.StageSpec(

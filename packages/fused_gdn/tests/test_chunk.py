@@ -4,7 +4,7 @@ import pytest
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule as operator
 from chunkwise.fused_gdn.chunk import chunk, chunk_bwd
-from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
+from tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 # The kernels compute the same tiles, and the operator is compared with the recurrence in plain JAX.
 # Gradients compare the kernels with the recurrence.

@@ -3,7 +3,7 @@
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn.cost import cost, states_cost
 from chunkwise.shared.serving.decode_kernel import recurrent_cost
-from shared.tests.documents import documented_flops
+from tests.documents import documented_flops
 
 SIZES = dict(B=2, T=300, H=2, HV=6, K=128, V=256)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule
-from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
+from tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
 
 THOROUGH = dict(
     test_gpu_form=lambda batch, by_maps, passes: (batch, by_maps, passes) != ("rows", True, None),

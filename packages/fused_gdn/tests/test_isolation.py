@@ -6,7 +6,7 @@ import pytest
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 # The first chunk ends inside a sequence, the second begins with a new one; one is empty; padding follows.
 PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52

@@ -1,6 +1,6 @@
 """Every argument of every public function works where no other package is imported."""
 
-from shared.tests import alone_suite
+from tests import alone_suite
 
 
 def test_alone():

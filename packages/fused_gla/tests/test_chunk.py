@@ -3,8 +3,8 @@
 import pytest
 
 from chunkwise.fused_gla.chunk import chunk, chunk_bwd
-from packages.fused_gla.tests.either_gla import chunk_either_gla as operator
-from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
+from tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
+from tests.either_gla import chunk_either_gla as operator
 
 # The reference compares the kernels with the recurrence.
 THOROUGH = dict(test_recurrence=True, test_kernels=lambda per_channel: not per_channel)

@@ -12,7 +12,7 @@ from chunkwise.fused_gla.operator import SIMPLE_GLA, fits
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.transforms import text_for_tpu
-from packages.fused_gla.tests.either_gla import chunk_either_gla
+from tests.either_gla import chunk_either_gla
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spec(2, 64, 2))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from packages.fused_gla.tests.either_gla import chunk_either_gla
-from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
+from tests.either_gla import chunk_either_gla
+from tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
 
 THOROUGH = dict(
     # The delta rule has a quick one.

@@ -5,8 +5,8 @@ import pytest
 
 from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from packages.fused_gla.tests.either_gla import chunk_either_gla
-from shared.tests.poison import assert_isolated
+from tests.either_gla import chunk_either_gla
+from tests.poison import assert_isolated
 
 # Chunks of 16: two hold several sequences, one lies inside a sequence, and the last is padding.
 LENGTHS, T = (3, 0, 40, 5), 56

@@ -7,7 +7,7 @@ from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.tpu import has_libtpu
-from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
+from tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
 
 THOROUGH = dict(
     # Prefills over a pool are written once, and KDA's package has a quick one.

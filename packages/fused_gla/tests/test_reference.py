@@ -12,7 +12,7 @@ from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
-from packages.fused_gla.tests.either_gla import chunk_either_gla
+from tests.either_gla import chunk_either_gla
 
 # Tighter for bfloat16 than the thresholds that all packages share: without a delta rule nothing amplifies a rounding.
 # float16 has four times the digits of bfloat16.

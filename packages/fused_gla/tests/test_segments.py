@@ -6,8 +6,8 @@ import pytest
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.tpu import has_libtpu
-from packages.fused_gla.tests.either_gla import chunk_either_gla
-from shared.tests.segment_suite import SEGMENT_IDS, SegmentTests, compile_segments
+from tests.either_gla import chunk_either_gla
+from tests.segment_suite import SEGMENT_IDS, SegmentTests, compile_segments
 
 
 class TestSegments(SegmentTests):

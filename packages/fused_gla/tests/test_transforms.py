@@ -13,7 +13,7 @@ from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
-from packages.fused_gla.tests.either_gla import chunk_either_gla
+from tests.either_gla import chunk_either_gla
 
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
 THOROUGH = dict(

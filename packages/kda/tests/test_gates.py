@@ -14,7 +14,7 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padd
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.transforms import text_for_tpu
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 # 1 token, an empty sequence, two sequences in a chunk, padding in the last chunk.
 PACKED = boundaries(1, 17, 0, 3)

@@ -3,7 +3,7 @@
 import pytest
 
 from chunkwise.kda import chunk_kda
-from shared.tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
+from tests.gpu_suite import BATCHES, UNFILLED, assert_final_states, assert_gpu_form
 
 # The gated delta rule has the same form, and a quick test.
 THOROUGH = dict(test_gpu_form=True, test_final_states=True)

@@ -5,7 +5,7 @@ import pytest
 
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 # An empty sequence, three in one chunk, one over three chunks that ends inside a block of 8 rows, and padding.
 PACKED = boundaries(3, 0, 4, 30, 13)

@@ -15,7 +15,7 @@ from chunkwise.shared.serving.decode_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu
-from shared.tests.documents import documented_flops
+from tests.documents import documented_flops
 
 THOROUGH = dict(test_interaction=lambda C, base, strength: C != 64 or (base == 8) != (strength == 1.0))
 

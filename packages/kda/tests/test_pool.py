@@ -7,7 +7,7 @@ from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.tpu import has_libtpu
-from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
+from tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
 
 # The pipeline has steps from pools of the other types.
 QUICK = (jnp.float32, jnp.bfloat16, True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.inputs import make_inputs
-from shared.tests.segment_suite import SEGMENT_IDS, SegmentTests
+from tests.segment_suite import SEGMENT_IDS, SegmentTests
 
 
 class TestSegments(SegmentTests):

@@ -7,8 +7,8 @@ from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.laws import raw_inputs
-from shared.tests.segment_suite import SEGMENT_IDS
-from shared.tests.split_suite import assert_split
+from tests.segment_suite import SEGMENT_IDS
+from tests.split_suite import assert_split
 
 PACKED = dict(cu_seqlens=boundaries(1, 17, 0, 3))
 SEGMENTS = dict(segment_ids=jnp.asarray(SEGMENT_IDS))

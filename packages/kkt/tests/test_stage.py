@@ -3,7 +3,7 @@
 from chunkwise.kkt import Config, chunk_scaled_dot_kkt
 from chunkwise.kkt.config import cost
 from chunkwise.shared.testing import stage_oracle
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 
 class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import offload_policy, remat_policy
-from packages.layers.tests.layer_oracle import LAYERS, make
+from tests.layer_oracle import LAYERS, make
 
 THOROUGH = dict(test_offload=lambda name: name != "lightning_attention")
 

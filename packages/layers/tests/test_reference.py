@@ -9,7 +9,7 @@ import pytest
 
 from chunkwise.layers import Step, empty_cache
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
-from packages.layers.tests.layer_oracle import LAYERS, make, make_cache, oracle
+from tests.layer_oracle import LAYERS, make, make_cache, oracle
 
 # Tokens that no sequence has hold numbers which must not matter.
 PACKED = np.array([0, 1, 1, 12, 19], np.int32)

@@ -2,7 +2,7 @@
 
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost
-from shared.tests.documents import documented_flops
+from tests.documents import documented_flops
 
 
 def test_documented_flops():

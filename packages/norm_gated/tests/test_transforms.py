@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.norm_gated import rms_norm_gated
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 
 def rows(case):

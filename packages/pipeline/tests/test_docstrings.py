@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise import chunk_h, chunk_o, cumsum, kkt, pipeline, solve_tril, wy_fast
 from chunkwise.pipeline.operators import CHUNKED
-from shared.tests.documents import documented_flops
+from tests.documents import documented_flops
 
 
 def entries(docstring):

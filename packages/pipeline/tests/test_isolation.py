@@ -10,7 +10,7 @@ import pytest
 
 from chunkwise.pipeline.operators import CHUNKED, operator_inputs
 from chunkwise.shared.testing.inputs import boundaries
-from shared.tests.poison import assert_isolated
+from tests.poison import assert_isolated
 
 # All of the first three share the first chunk of the stream; the third goes on into the second chunk; three tokens of
 # padding. One sequence is empty.

@@ -13,8 +13,7 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule
-from packages.pipeline.tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
-from shared.tests.engine import (
+from tests.engine import (
     PREFILLS,
     Engine,
     Oracle,
@@ -23,6 +22,7 @@ from shared.tests.engine import (
     make_rubbish,
     make_wrong,
 )
+from tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
 
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
 IMPLEMENTATIONS = ["xla", "fused"]

@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.shared.testing.transforms import assert_traced_once
-from shared.tests.segment_suite import SEGMENT_IDS, assert_segments, over_segments
+from tests.segment_suite import SEGMENT_IDS, assert_segments, over_segments
 
 B, T = SEGMENT_IDS.shape
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)

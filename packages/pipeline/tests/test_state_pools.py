@@ -15,8 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 from chunkwise.pipeline import StatePool, make_pool, pool_formats, ragged_gated_delta_rule, read_states, write_states
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing.inputs import make_inputs
-from packages.pipeline.tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
-from shared.tests.engine import Engine, Oracle, describe, linear_attention
+from tests.engine import Engine, Oracle, describe, linear_attention
+from tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
 
 T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
 # RMS errors of the states over the RMS of the float64 recurrence, one step after states that are the same.

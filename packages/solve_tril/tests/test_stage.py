@@ -5,7 +5,7 @@ from typing import ClassVar
 from chunkwise.shared.testing import cases, stage_oracle
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.config import cost
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 STAGE = stages.StageSpec(
     function=solve_tril,

@@ -4,7 +4,7 @@ import pytest
 
 from chunkwise.two_keys import chunk_gdn2 as operator
 from chunkwise.two_keys.chunk import chunk, chunk_bwd
-from shared.tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
+from tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
 
 # One of each is quick: the kernels are those of KDA, whose package has them all.
 # Gradients compare the kernels with the recurrence.

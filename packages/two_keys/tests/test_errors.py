@@ -5,7 +5,7 @@ import re
 import pytest
 
 from chunkwise.shared.testing.inputs import spec
-from packages.two_keys.tests.either_two_keys import KINDS
+from tests.either_two_keys import KINDS
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6))
 GDN2 = GOOD | dict(g=spec(2, 64, 4, 8), b=spec(2, 64, 4, 8), w=spec(2, 64, 4, 6))

@@ -11,7 +11,7 @@ from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_T
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
 from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
-from packages.two_keys.tests.either_two_keys import KINDS
+from tests.either_two_keys import KINDS
 
 PACKED = boundaries(1, 17, 0, 3)
 # The laws are those of kda, whose tests have them.

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.shared.testing.inputs import boundaries
-from packages.two_keys.tests.either_two_keys import KINDS
-from shared.tests.poison import assert_isolated
+from tests.either_two_keys import KINDS
+from tests.poison import assert_isolated
 
 PACKED = boundaries(3, 0, 4, 30, 13)
 T_PACKED = 52

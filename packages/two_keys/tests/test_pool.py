@@ -8,8 +8,8 @@ import pytest
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
-from packages.two_keys.tests.either_two_keys import KINDS
-from shared.tests.pool_suite import PREFILL_TOKENS, assert_prefills
+from tests.either_two_keys import KINDS
+from tests.pool_suite import PREFILL_TOKENS, assert_prefills
 
 THOROUGH = dict(
     # The kernels are KDA's, whose tests have a quick one; steps have prefills too.

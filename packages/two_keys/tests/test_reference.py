@@ -15,7 +15,7 @@ from chunkwise.shared.testing.compare import (
 )
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
 from chunkwise.shared.testing.oracle import reference
-from packages.two_keys.tests.either_two_keys import KINDS
+from tests.either_two_keys import KINDS
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from packages.two_keys.tests.either_two_keys import KINDS
-from shared.tests.segment_suite import SEGMENT_IDS, SegmentTests
+from tests.either_two_keys import KINDS
+from tests.segment_suite import SEGMENT_IDS, SegmentTests
 
 ALL = dict(
     test_values_and_gradients_of_plain_jax=True,

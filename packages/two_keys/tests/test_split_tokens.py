@@ -5,9 +5,9 @@ import pytest
 
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries
-from packages.two_keys.tests.either_two_keys import KINDS
-from shared.tests.segment_suite import SEGMENT_IDS
-from shared.tests.split_suite import assert_split
+from tests.either_two_keys import KINDS
+from tests.segment_suite import SEGMENT_IDS
+from tests.split_suite import assert_split
 
 # Type, sizes and form of the batch. The wide case takes two runs, one without values.
 CASES = {

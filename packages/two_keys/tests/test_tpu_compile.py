@@ -10,7 +10,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu
 from chunkwise.shared.testing.transforms import text_for_tpu
-from packages.two_keys.tests.either_two_keys import KINDS
+from tests.either_two_keys import KINDS
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 # The kernels of KDA, which its package compiles; one program of all of their new parts is quick.

@@ -3,7 +3,7 @@
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.wy_fast import Config, recompute_w_u
 from chunkwise.wy_fast.config import cost
-from shared.tests import stage_suite as stages
+from tests import stage_suite as stages
 
 
 class TestStage(stages.StageTests, stages.GateTests):

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.shared import chips
 from chunkwise.shared.testing import cases, compare, inputs, tpu, transforms
-from shared.tests import documents, poison
+from tests import documents, poison
 
 Arrays = dict[str, jax.Array]
 

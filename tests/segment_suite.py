@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chunkwise.shared import chips
 from chunkwise.shared.testing import compare, inputs, oracle, tpu, transforms
-from shared.tests import poison
+from tests import poison
 
 # Padding before, between and after segments, and between two of one id; a segment of one token; one that ends with a
 # chunk of 16; an ordinary row; a row of padding.

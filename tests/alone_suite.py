@@ -1,6 +1,6 @@
 """Every argument of every public function of a package, in a process that has imported no other package.
 
-    python shared/tests/alone_suite.py kda
+    python tests/alone_suite.py kda
 
 traces the functions; `run` does so in a process of its own.
 """

@@ -1,0 +1,1 @@
+"""Programs that use the packages. They import one another by name, as scripts beside one another do."""

@@ -1,0 +1,1 @@
+"""The tree and its releases: packages, versions, archives."""

@@ -1,0 +1,1 @@
+"""The tests of the whole, which need several packages."""
