@@ -19,17 +19,13 @@ from benchmarks import (
     calibrate,
     compile_times,
     decode_mixer,
-    first_call,
+    figures,
     gpu,
     gpu_compiler,
     operators,
     order,
-    packed,
-    pages,
     plots,
-    pools,
     production,
-    remat,
     scale,
     shipped,
     stages,
@@ -46,24 +42,12 @@ from chunkwise import pipeline
 from chunkwise.command import info
 from chunkwise.command.models import Layer
 from chunkwise.command.tables import make_console, make_progress, make_table
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.pipeline.stages import STAGES
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {
-    "version",
-    "source",
-    "split",
-    "topology",
-    "scan",
-    "collectives",
-    "mixture",
-    "policy",
-    "kernel",
-    "order",
-    "program",
-}
+TEXT |= {"version", "source", "split", "topology", "scan", "collectives", "mixture", "kernel", "order", "program"}
 # The file in which `gpu` saves the rows of all programs.
 GPU_RESULT = Path(__file__).parent.parent / "docs/data/gpu-h100.json"
 
@@ -99,16 +83,9 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
     one.add_argument("--program", action="append", choices=list(gpu.PROGRAMS), help="may be repeated")
     one = commands.add_parser("calibrate", parents=[saved], help="estimates of peers, fitted to their published times")
-    peers = list(dict.fromkeys(x.peer for x in calibrate.PUBLISHED))
-    one.add_argument("--peer", action="append", choices=peers, help="may be repeated")
+    one.add_argument("--peer", action="append", choices=calibrate.peers(), help="may be repeated")
     one.add_argument("--tokens", type=int, help="to compile a sequence for that is not packed; the rest is scaled")
     one.add_argument("--timeout", type=float, default=1500, help="seconds for one compilation")
-    one = commands.add_parser("remat", parents=[saved], help="what a gated DeltaNet layer keeps for its backward")
-    add_cases(one, {"qwen3-next-80b": CASES["qwen3-next-80b"]})
-    one.add_argument("--policy", action="append", choices=list(remat.POLICIES), help="may be repeated")
-    one.add_argument("--chip", action="append", choices=list(CHIPS))
-    one.add_argument("--tokens", type=int, default=8192)
-    one.add_argument("--timeout", type=float, default=900, help="seconds for one compilation")
     one = commands.add_parser("scale", parents=[sizes, timed, saved], help="operators divided over devices")
     add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
     one.add_argument("--devices", action="append", type=int, help="simulated, 1 to 8; may be repeated")
@@ -143,16 +120,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("bench", parents=[saved], help="KDA at the shapes of a public bench, beside its times")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
-    one = commands.add_parser("pools", parents=[saved], help="errors of decodes over every pool of states")
-    one.add_argument("--tokens", type=int, default=4096, help="of the text that is decoded")
-    one.add_argument("--model", type=Path, help="the output of examples/train.py: count its bits per byte")
     one = commands.add_parser("production", parents=[saved], help="errors on inputs that broke others")
     one.add_argument("--case", action="append", choices=list(production.REPORTS), help="may be repeated")
-    one = commands.add_parser("packed", parents=[saved], help="bundles of a packed batch that hands in and out states")
-    one.add_argument("--operator", action="append", choices=packed.OPERATORS, help="may be repeated")
-    one.add_argument("--chip", action="append", choices=list(CHIPS))
-    one.add_argument("--tokens", type=int, default=8192, help="of all sequences together, a multiple of 1024")
-    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("order", parents=[saved], help="search the order of products in a kernel")
     one.add_argument("--kernel", action="append", choices=list(order.KERNELS), help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
@@ -165,9 +134,6 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
-    one = commands.add_parser("first-call", parents=[saved], help="the first call of an operator: what compiling takes")
-    one.add_argument("--operator", action="append", choices=[entry.name for entry in CHUNKED], help="may be repeated")
-    one.add_argument("--repeats", type=int, default=3)
     one = commands.add_parser("bits", help="fingerprints of small results, to compare before and after a change")
     bits.add_options(one)
     one = commands.add_parser("pages", help="compare the figures of pages and packages with docs/data")
@@ -242,14 +208,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             label = {"program": name, "operator": program.layer.operator, "pass": program.kind, "T": program.T}
             yield name, label | {"HV": program.layer.HV}, lambda program=program: [gpu.measure(program)]
     elif options.command == "calibrate":
-        peers = dict.fromkeys(x.peer for x in calibrate.PUBLISHED)
-        yield from calibrate.jobs(options.peer or list(peers), options.tokens, options.timeout)
-    elif options.command == "remat":
-        for name in options.case or ["qwen3-next-80b"]:
-            for policy in options.policy or remat.POLICIES:
-                for chip in options.chip or ["v6e"]:
-                    run = lambda a=(CASES[name], policy, chip, options.tokens): [remat.measure(*a, options.timeout)]
-                    yield f"{name}, {policy}, {chip}", {"case": name, "policy": policy, "chip": chip}, run
+        yield from calibrate.jobs(options.peer or calibrate.peers(), options.tokens, options.timeout)
     elif options.command == "scale":
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":
@@ -270,26 +229,9 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         for sequences, T in bench.PUBLISHED_MS:
             label = {"sequences": sequences, "T": T}
             yield f"{sequences} x {T}", label, lambda a=(sequences, T): bench.measure(*a, options.timeout)
-    elif options.command == "pools" and options.model:
-        yield "bits per byte", {"model": "examples/train.py"}, lambda: pools.measure_bits(options.model)
-    elif options.command == "pools":
-        for keys in pools.KEYS:
-            for strength in pools.STRENGTHS:
-                run = lambda a=(strength, keys, options.tokens): pools.measure(*a)
-                yield f"{keys}, {strength} nats", {"keys": keys, "gate": strength, "T": options.tokens}, run
     elif options.command == "production":
         for name in options.case or production.REPORTS:
             yield name, {"case": name}, lambda name=name: production.measure(name)
-    elif options.command == "packed":
-        for operator in options.operator or packed.OPERATORS:
-            for chip in options.chip or ["v6e"]:
-                run = lambda a=(operator, options.tokens, chip): packed.measure(*a, options.timeout)
-                yield f"{operator}, {chip}", {"operator": operator, "chip": chip, "T": options.tokens}, run
-    elif options.command == "first-call":
-        for operator in options.operator or [entry.name for entry in CHUNKED]:
-            for way in ("forward", "forward+backward"):
-                run = lambda a=(operator, way != "forward", options.repeats): [first_call.measure(*a)]
-                yield f"{operator}, {way}", {"operator": operator, "pass": way}, run
     elif options.command == "order":
         for name in options.kernel or order.KERNELS:
             for chip in options.chip or ["v6e"]:
@@ -380,7 +322,7 @@ def main(arguments=None) -> int:
     if options.command == "bits":
         return bits.main(options)
     if options.command == "pages":
-        return pages.main(options.write) | shipped.main(options.write)
+        return figures.main(options.write) | shipped.main(options.write)
     if options.command == "plot":
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)

@@ -10,7 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from benchmarks import packed, tpu
+from benchmarks import tpu, turns
 from chunkwise.command import times
 from chunkwise.command.models import Layer
 from chunkwise.kda import chunk_kda
@@ -44,10 +44,10 @@ def estimate(sequences: int, T: int) -> dict:
     """Compile a shape of the benchmark and return the compiler's figures; in a fresh process only."""
     case = Layer("kda", H=HEADS, HV=HEADS, T=sequences * T, sequences=sequences)
 
-    def turns(launch: str, loop) -> tuple[int, list[int]]:
+    def of_launch(launch: str, loop) -> tuple[int, list[int]]:
         found = re.search(r"_(fwd|states)_c(\d+)", launch)
         assert found is not None
-        steps, runs = packed.turns(case, found[1], int(found[2]))
+        steps, runs = turns.turns(case, found[1], int(found[2]))
         # A forward without residuals selects the initial state of a sequence, without a branch.
         return steps, runs[1:]
 
@@ -55,7 +55,7 @@ def estimate(sequences: int, T: int) -> dict:
     read = sum(x.size * x.dtype.itemsize for x in specs)
     written = specs[2].size * 2 + specs[5].size * 4
     floor = (read + written) / CHIPS[CHIP].bandwidth_tb_s / 1e9
-    return tpu.figures(lambda: (fn, specs), CHIP, floor, profile=False, turns=turns)
+    return tpu.figures(lambda: (fn, specs), CHIP, floor, profile=False, turns=of_launch)
 
 
 def measure(sequences: int, T: int, timeout: float) -> list[dict]:

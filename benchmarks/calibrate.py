@@ -92,6 +92,11 @@ LEFT_OUT = {
 }
 
 
+def peers() -> list[str]:
+    """Return the names of all peers."""
+    return list(dict.fromkeys(x.peer for x in PUBLISHED))
+
+
 def build(one: Published, T: int) -> tuple:
     """Return the function and the shapes of a peer."""
     if one.peer == "tokamax":
@@ -176,6 +181,17 @@ def predicted(found: Fit, rows: Iterable[dict]) -> np.ndarray:
     return np.array([_columns(row) for row in rows]) @ np.array(found[:3])
 
 
+def ratios_without(inside: list[dict]) -> dict[str, list[float]]:
+    """Return, by library, the predicted over the published times of its points, by a fit to the other points."""
+    found = {}
+    for name in sorted(set(map(library, inside))):
+        others = [row for row in inside if library(row) != name]
+        mine = [row for row in inside if library(row) == name]
+        if any(row["blocking"] for row in others):
+            found[name] = [x / row["published_ms"] for x, row in zip(predicted(fit(others), mine), mine, strict=True)]
+    return found
+
+
 def library(row: dict) -> str:
     """Return the library of a point's kernel."""
     return f"{row['implementation']} {row['version']}"
@@ -192,7 +208,7 @@ def usable(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 def sentences(rows: list[dict]) -> list[str]:
     """Return sentences that describe the fit to the points of a run and to the copied points."""
     lines = [f"{what} is left out, because {why}." for what, why in LEFT_OUT.items()]
-    lines += [f"{peer} is not installed." for peer in dict.fromkeys(x.peer for x in PUBLISHED) if not _installed(peer)]
+    lines += [f"{peer} is not installed." for peer in peers() if not tpu_peers.is_installed(peer)]
     inside, outside = usable(rows)
     found = fit(inside)
     lines.append(
@@ -200,19 +216,11 @@ def sentences(rows: list[dict]) -> list[str]:
         f"{found.step_us:.3f} us x grid steps: predicted over published {found.ratios.min():.2f} to "
         f"{found.ratios.max():.2f}, rms {100 * found.spread:.1f} %, {len(inside)} points."
     )
-    for name in sorted(set(map(library, inside))):
-        others = [row for row in inside if library(row) != name]
-        mine = [row for row in inside if library(row) == name]
-        if any(row["blocking"] for row in others):
-            ratios = [x / row["published_ms"] for x, row in zip(predicted(fit(others), mine), mine, strict=True)]
-            lines.append(f"{name}, predicted from the others: {min(ratios):.2f} to {max(ratios):.2f}.")
+    for name, ratios in ratios_without(inside).items():
+        lines.append(f"{name}, predicted from the others: {min(ratios):.2f} to {max(ratios):.2f}.")
     if outside:
         ratios = [row["published_ms"] / x for x, row in zip(predicted(found, outside), outside, strict=True)]
         lines.append(
             f"Bound by the unit of transposes and reductions: {min(ratios):.1f} to {max(ratios):.1f} times the fit."
         )
     return lines
-
-
-def _installed(peer: str) -> bool:
-    return tpu_peers.is_installed(peer)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from benchmarks import regions, tpu_peers
 from benchmarks.block import Block
 from benchmarks.mixer import Mixer
+from benchmarks.turns import Turns, turns_of
 from chunkwise.command import times
 from chunkwise.command.models import Layer
 from chunkwise.command.models import program as ours
@@ -102,9 +103,6 @@ def conditional_branches(line: str) -> list[str]:
     return [name.strip().lstrip("%") for name in named.split(",")]
 
 
-Turns = Callable[[str, regions.Loop], tuple[int, list[int]] | None]
-
-
 def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple[int | None, int | None]:
     """Return the bundles of the kernels, without waits, and the steps of their grids.
 
@@ -113,8 +111,7 @@ def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple
     Args:
       folder: the folder of the dumps.
       kernels: names of operations.
-      turns: from such a name and the kernel's loop to the steps of a block of heads and how many of them run each
-        region, as for `kernel_bundles`; None if every step runs all regions.
+      turns: the steps that run each region of a kernel; None if every step runs all of them.
     """
     found: dict[str, tuple[int, int]] = {}
     for path in glob.glob(f"{folder}/*-final_bundles.txt"):
@@ -132,31 +129,6 @@ def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple
         return None, None
     total, steps = (sum(column) for column in zip(*found.values(), strict=True))
     return total, steps
-
-
-def turns_of(case: Layer) -> Turns:
-    """Return how many steps of our kernels run each region, for a layer of one sequence.
-
-    The kernels of gated linear attention loop as often as their tables say. The forwards of delta rules with gates per
-    channel have a second path for chunks with decays of 0; it counts as not taken.
-    """
-    from benchmarks import packed  # which imports this module
-
-    def turns(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
-        if case.table.delta and not (loop.regions and case.table.per_channel and "_bwd_" not in launch):
-            return None
-        found = re.search(r"_([a-z]+)_c(\d+)", launch)
-        assert found is not None
-        steps, runs = packed.turns(case, found[1], int(found[2]))
-        if case.table.delta:
-            return steps, [0] * len(loop.regions)
-        # A branch skips a loop without iterations.
-        passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]
-        for place in passes[: len(loop.regions) - len(runs)]:
-            runs.insert(place, steps)
-        return steps, runs
-
-    return turns
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages
+from benchmarks import figures
+from benchmarks.figures import tables
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted(path.name for path in (ROOT / "docs/data").iterdir())
@@ -16,26 +17,26 @@ PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix("").as_posix() for pa
 
 
 def test_figures(capsys):
-    assert pages.main(write=False) == 0, capsys.readouterr().out
+    assert figures.main(write=False) == 0, capsys.readouterr().out
 
 
 def test_a_page_that_differs(tmp_path, monkeypatch, capsys):
     """It is named, and written on demand; text around the figures stays."""
     page = tmp_path / "page.md"
     page.write_text("Before.\n\n<!-- figures: cpu -->\n| old |\n\nAfter.\n")
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    monkeypatch.setattr(pages, "pages", lambda: [page])
-    monkeypatch.setitem(pages.BLOCKS, "cpu", lambda: "| new |")
-    assert pages.main(write=False) == 1
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "pages", lambda: [page])
+    monkeypatch.setitem(tables.BLOCKS, "cpu", lambda: "| new |")
+    assert figures.main(write=False) == 1
     assert "page.md: differs from docs/data" in capsys.readouterr().out
-    assert pages.main(write=True) == 0
+    assert figures.main(write=True) == 0
     assert page.read_text() == "Before.\n\n<!-- figures: cpu -->\n| new |\n\nAfter.\n"
-    assert pages.main(write=False) == 0
+    assert figures.main(write=False) == 0
 
 
 def test_figures_that_do_not_exist():
     with pytest.raises(ValueError, match=r"A page must name figures of .*; got 'speed'"):
-        pages.filled("<!-- figures: speed -->\n")
+        figures.filled("<!-- figures: speed -->\n")
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "serving"])
@@ -54,9 +55,10 @@ def test_no_figure_is_typed_into_the_page_of_performance():
 
 def test_data_is_shown(monkeypatch):
     """Every file of docs/data is read for a page, or a page links to it."""
-    texts, read, rows_of = [path.read_text() for path in pages.pages()], set(), pages.rows_of
-    monkeypatch.setattr(pages, "rows_of", lambda name: read.add(f"{name}.json") or rows_of(name))
-    linked = {name for text in texts for name in re.findall(r"data/([\w.-]+)", pages.filled(text))}
+    texts, read, rows_of = [path.read_text() for path in figures.pages()], set(), tables.rows_of
+    for module in (figures.devices, figures.evidence, figures.kernels, figures.machine, figures.serving):
+        monkeypatch.setattr(module, "rows_of", lambda name: read.add(f"{name}.json") or rows_of(name))
+    linked = {name for text in texts for name in re.findall(r"data/([\w.-]+)", figures.filled(text))}
     assert set(DATA) - read - linked == set()
 
 

@@ -1,0 +1,165 @@
+"""Figures that say what the others are worth: the fit of the formula, other people's hosts and tests, reports."""
+
+import json
+
+from benchmarks import calibrate
+from benchmarks.figures.tables import (
+    COUNTS,
+    ROOT,
+    block,
+    count,
+    decimals,
+    fixed,
+    percent,
+    rows_of,
+    select,
+    table,
+    way,
+    whole,
+)
+from chunkwise.command import report, times
+from chunkwise.shared.chips import CHIPS
+
+
+@block
+def report_fields() -> str:
+    """The fields of a report, out of its schema."""
+    lines = []
+
+    def walk(schema: dict, prefix: str) -> None:
+        for name, value in schema["properties"].items():
+            kinds = value.get("type", "integer" if "const" in value else "string")
+            kind = kinds if isinstance(kinds, str) else " or ".join(kinds)
+            if text := value.get("description"):
+                lines.append({"field": f"`{prefix}{name}`", "type": kind, "what it says": text})
+            inner = value.get("items", value)
+            if "properties" in inner:
+                walk(inner, f"{prefix}{name}{'[]' if 'items' in value else ''}.")
+
+    walk(report.read_schema(), "")
+    return table(lines, {name: name for name in lines[0]})
+
+
+@block
+def hardware_reports() -> str:
+    """The reports in docs/data/hardware."""
+    found = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "docs/data/hardware").glob("*.json"))}
+    columns = {
+        "file": lambda row: f"[{row['name']}](data/hardware/{row['name']})",
+        "device": lambda row: row["device"]["kind"],
+        "JAX": lambda row: row["versions"]["jax"],
+        "chunkwise": lambda row: row["versions"]["chunkwise"],
+        "layers": lambda row: "smaller" if row["small"] else "the models'",
+        "failed": lambda row: whole(sum(not x["passed"] for x in row["check"] + row["times"])),
+    }
+    if not found:
+        return "There is none yet: nobody has sent a report of a TPU or a GPU."
+    return table([row | {"name": name} for name, row in found.items()], columns)
+
+
+def points() -> tuple[list[dict], list[dict]]:
+    """Return the points of the fit, and the other points."""
+    return calibrate.usable(rows_of("calibrate"))
+
+
+@block
+def calibration() -> str:
+    """How sure a time is."""
+    low, high = times.WORST
+    return (
+        f"The times are those of the device, by a formula that was fitted to {len(points()[0])} times that other\n"
+        f"libraries publish of their kernels on a v6e and a TPU7x. There it is wrong by {percent(times.SPREAD)} on "
+        f"average, and\npredicts {decimals(low)} to {decimals(high)} of the time."
+    )
+
+
+@block
+def calibration_fit() -> str:
+    """The formula, and how far it is from the points."""
+    inside, _ = points()
+    apart = []
+    for name, ratios in calibrate.ratios_without(inside).items():
+        spread = " to ".join(dict.fromkeys(decimals(x) for x in (min(ratios), max(ratios))))
+        apart.append(f"{spread} of the times of {name}")
+    low, high = times.WORST
+    return (
+        f"**time = {times.CALL_MS:.2f} ms for a blocking call + {times.FACTOR} x (bundles + cycles of the operations) "
+        f"/ clock + {times.STEP_US} us x grid steps.**\nPredicted times are {decimals(low)} to {decimals(high)} of the "
+        f"{len(inside)} published ones, and the root of the mean square error is {100 * times.SPREAD:.1f} %.\n"
+        f"A fit without the rows of a library predicts {' and '.join(apart)}."
+    )
+
+
+@block
+def calibration_rows() -> str:
+    """Published times of peers beside the formula."""
+
+    def ms(row):
+        on_device = times.device_ms(CHIPS[row["chip"]], row["bundles"], row["around_cycles"], row["grid_steps"])
+        return times.CALL_MS * row["blocking"] + on_device
+
+    columns = {
+        "kernels, heads, tokens": lambda row: f"{calibrate.library(row)}, {row['case']}",
+        "chip": "chip",
+        "pass": way,
+        **{name: count(key) for name, key in COUNTS.items()},
+        "published, ms": fixed("published_ms"),
+        "formula, ms": lambda row: decimals(ms(row)),
+        "formula / published": lambda row: (
+            f"{decimals(ms(row) / row['published_ms'])}{'' if row['fitted'] else ', not in the fit'}"
+        ),
+    }
+    inside, outside = points()
+    return table([*inside, *outside], columns)
+
+
+@block
+def calibration_left_out() -> str:
+    """Published times that are not compared, with the reason."""
+    reasons = ";\n".join(f"{what}, because {why}" for what, why in calibrate.LEFT_OUT.items())
+    return f"Other published times are left out: {reasons}."
+
+
+@block
+def hosts_serving() -> str:
+    """The answers of whole serving engines with chunkwise, beside the answers with their linear attention."""
+    same = lambda what: lambda row: f"{whole(row['same_' + what])} of {whole(row[what])}"
+    seconds = lambda who: lambda row: decimals(row["seconds"][who], 1)
+    columns = {
+        "host": lambda row: f"{row['host']} {row['version']}",
+        "model": "run",
+        "requests alike": same("requests"),
+        "tokens alike": same("tokens"),
+        "log-probabilities": lambda row: f"{row['logprobs']:.0e}",
+        "theirs, s": seconds("theirs"),
+        "ours, s": seconds("ours"),
+    }
+    return table((row for row in rows_of("hosts") if "requests" in row), columns)
+
+
+@block
+def hosts_training() -> str:
+    """The losses of whole trainers with chunkwise, beside the losses with their linear attention."""
+    loss = lambda who, step: lambda row: decimals(row["losses"][who][step], 4)
+    columns = {
+        "host": lambda row: f"{row['host']} {row['version'].partition('.dev')[0]}",
+        "model": "run",
+        "first loss, theirs": loss("theirs", 0),
+        "first loss, ours": loss("ours", 0),
+        "last loss, theirs": loss("theirs", -1),
+        "last loss, ours": loss("ours", -1),
+        "difference": lambda row: f"{row['difference']:.0e}",
+        "of a unit": lambda row: f"{row['rounding']:.0e}" if "rounding" in row else "-",
+    }
+    return table((row for row in rows_of("hosts") if "losses" in row), columns)
+
+
+@block
+def suites() -> str:
+    """How many tests of other projects pass with our functions in place of theirs."""
+    columns = {
+        "project": lambda row: f"{row['host']} {row['version']}",
+        "pass": lambda row: f"{whole(row['passed'])} of {whole(row['tests'])}",
+        "what runs": "what",
+    }
+    return table([*select(rows_of("hosts"), run="its tests"), *rows_of("suites")], columns)

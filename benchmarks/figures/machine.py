@@ -1,0 +1,187 @@
+"""Figures that were measured on a machine: times and memory of a CPU, launches of a GPU, and errors."""
+
+from benchmarks import production
+from benchmarks.figures.tables import (
+    NONE,
+    PASSES,
+    TITLES,
+    beside,
+    block,
+    count,
+    decimals,
+    of,
+    only,
+    ratio,
+    rows_of,
+    select,
+    table,
+    title,
+    values,
+    way,
+    whole,
+)
+from chunkwise.command import times
+from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.shared.call.checks import choose_chunk_size
+
+
+@block
+def cpu() -> str:
+    """Both directions on one device and on two, beside torch."""
+    rows = rows_of("cpu-gdn-16")
+    of_peer = lambda x: only(rows, implementation="transformers", devices=x["devices"], way=x["pass"])
+    pairs = [{"ours": x, "torch": of_peer(x)} for x in select(rows, implementation="xla")]
+    columns = {"pass": of("ours", way), "devices": of("ours", "devices")}
+    pair = lambda row: f"{whole(row['median_ms'])} / {whole(row['cpu_ms'])} ms"
+    both = [ratio("torch", "ours", key, 1) for key in ("median_ms", "cpu_ms")]
+    columns |= {'"xla"': of("ours", pair), "torch in the same run": of("torch", pair)}
+    return table(pairs, columns | {"ratio": lambda row: " / ".join(cell(row) for cell in both)})
+
+
+@block
+def first_screen() -> str:
+    """Three figures with their conditions, for the first screen of the README."""
+    on_cpu = select(rows_of("cpu-gdn-16"), way="forward+backward", devices=1)
+    ours, peer = (f"{whole(only(on_cpu, implementation=name)['median_ms'])} ms" for name in ("xla", "transformers"))
+    row = only(rows_of("tpu-layers"), case="qwen3-next-80b", chip="v6e", way="forward")
+    low, high = times.WORST
+    of_gates = [x for x in rows_of("accuracy-gate") if x["form"] in ("xla", "fused")]
+    worst = [max(x["error"] for x in select(of_gates, dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    lines = [
+        (
+            "forward and backward on 2 cores of a CPU",
+            f"{ours}; transformers in torch: {peer}",
+            "gated delta rule, T = 2,048, 16 heads of 128 channels, float32",
+        ),
+        (
+            f"forward on a TPU {row['chip']}, predicted from its compiler's code",
+            f"{decimals(row['estimate_ms'])} ms",
+            f"Qwen3-Next's layer, T = {whole(row['T'])}, bfloat16; the same formula gives {decimals(low)} to "
+            f"{decimals(high)} of the times that others publish",
+        ),
+        (
+            "error against float64, RMS over RMS",
+            "at most {:.1e} in float32, {:.1e} in bfloat16".format(*worst).replace("e-0", "e-"),
+            "gated delta rule, KDA, GLA, simple GLA; mean gates from -0.01 to -80 nats a token",
+        ),
+    ]
+    columns = ("measurement", "figure", "conditions")
+    return table([dict(zip(columns, line, strict=True)) for line in lines], {name: name for name in columns})
+
+
+@block
+def cpu_tokens() -> str:
+    """Time and memory against tokens."""
+    rows = rows_of("cpu-tokens")
+    names = ("xla", "transformers", "scan")
+    lines = [{"T": T} | {name: only(rows, T=T, implementation=name) for name in names} for T in values(rows, "T")]
+    ms = count("median_ms")
+    columns = {"T": count("T"), '"xla", ms': of("xla", ms), '"xla", MiB': of("xla", count("memory_mib"))}
+    return table(lines, columns | {"torch, ms": of("transformers", ms), "scan over tokens, ms": of("scan", ms)})
+
+
+@block
+def chunk_sizes() -> str:
+    """The sizes that `chunk_size=None` takes, and processor time of plain JAX against the size."""
+    rows = rows_of("chunk-sizes-cpu")
+
+    def size(implementation):
+        def cell(row):
+            entry = OPERATORS[f"chunk_{row['operator']}"]
+            # For many tokens, because a sequence that is shorter than a chunk has a smaller chunk.
+            kind = {"per_channel": entry.per_channel, "delta": entry.delta}
+            return str(choose_chunk_size(None, implementation, 2048, **kind))
+
+        return cell
+
+    def ms(C):
+        found = lambda row: select(rows, operator=row["operator"], chunk_size=C)
+        both = lambda x: f"{x['forward_cpu_ms']} / {x['gradient_cpu_ms']}"
+        return lambda row: next(map(both, found(row)), NONE)
+
+    columns = {"operator": title, '"fused", "staged"': size("fused"), '"xla"': size("xla")}
+    columns |= {f"C = {C}, ms": ms(C) for C in (32, 64, 128)}
+    return table([{"operator": name} for name in TITLES], columns)
+
+
+@block
+def first_call() -> str:
+    """The time of the first call of an operator, without a cache and with a cache."""
+    rows = rows_of("first-call-cpu")
+    lines = [
+        {"operator": name} | {way: only(rows, operator=name, way=way) for way in PASSES}
+        for name in reversed(values(rows, "operator"))
+    ]
+    forward, both = PASSES
+    seconds = lambda way, key: of(way, lambda row: decimals(row[key], 1))
+    columns = {
+        "first call of": lambda row: f"`{row['operator']}`",
+        "forward, s": seconds(forward, "cold_s"),
+        "from the cache, s": seconds(forward, "cached_s"),
+        "gradient, s": seconds(both, "cold_s"),
+        "gradient from the cache, s": seconds(both, "cached_s"),
+        "second call, ms": beside(PASSES, count("second_ms")),
+    }
+    return table(lines, columns)
+
+
+def errors(name: str, points: tuple[float, ...]) -> str:
+    """Return the errors of a sweep at some of its points: a line for every form and type of an operator."""
+    rows, lines = rows_of(name), []
+    for operator in values(rows, "operator"):
+        mine = select(rows, operator=operator)
+        # Forms in the order of their results, float32 first.
+        ordered = sorted(mine, key=lambda row: row["dtype"] != "float32")
+        for dtype, form in dict.fromkeys((row["dtype"], row["form"]) for row in ordered):
+            found = {point: only(mine, form=form, dtype=dtype, point=point)["error"] for point in points}
+            lines.append({"kind": f"{operator}, {form}, {dtype}"} | found)
+    cell = lambda point: lambda row: "inf" if row[point] is None else f"{row[point]:.1e}"
+    return table(lines, {"operator, form, type": "kind"} | {str(point): cell(point) for point in points})
+
+
+@block
+def accuracy_gate() -> str:
+    """Errors against the strength of gates."""
+    return errors("accuracy-gate", (0.01, 0.1, 1.0, 1.4, 5.0, 30.0, 80.0))
+
+
+@block
+def accuracy_keys() -> str:
+    """Errors against the share of tokens that have one and the same key."""
+    return errors("accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
+
+
+@block
+def production_cases() -> str:
+    """Inputs on which other libraries failed, and our errors."""
+    rows = rows_of("production")
+
+    def both(implementation):
+        def cell(row):
+            errors = {x["form"]: f"{x['error']:.0e}" for x in select(rows, case=row["case"])}
+            return " / ".join(errors[f"{implementation}, {dtype}"] for dtype in production.TYPES)
+
+        return cell
+
+    lines = [
+        {"case": name, "input": x.input, "report": f"{x.link}: {x.broke}"} for name, x in production.REPORTS.items()
+    ]
+    columns = {name: name for name in ("case", "input", "report")}
+    return table(lines, columns | {f'"{x}", float32 / bfloat16': both(x) for x in production.IMPLEMENTATIONS})
+
+
+@block
+def gpu() -> str:
+    """The launches of programs on an H100, and their temporaries."""
+
+    def program(row):
+        tokens = {"decode": "a token of 64 sequences", "serving step": "a serving step of 64 decodes"}
+        return tokens.get(row["pass"]) or f"{way(row)}, T = {whole(row['T'])}"
+
+    columns = {
+        "operator": lambda row: title(row) + ("" if row["HV"] == 32 else f", {row['HV']} heads"),
+        "program": program,
+        "launches": count("launches"),
+        "temporaries, MiB": count("temporaries_mib"),
+    }
+    return table(rows_of("gpu-h100"), columns)

@@ -1,0 +1,188 @@
+"""Figures of serving steps, decodes and pools of states."""
+
+from benchmarks import decode_mixer
+from benchmarks import step as steps
+from benchmarks.figures.tables import NONE, TITLES, block, decimals, only, rows_of, select, table, values, whole
+from chunkwise.command import models
+from chunkwise.shared.chips import CHIPS
+
+MIXTURES = {
+    "decode-32": "32 decodes",
+    "decode-64": "64 decodes",
+    "decode-64-bfloat16": "64 decodes, bfloat16 pool",
+    "decode-256": "256 decodes",
+    "decode-256-bfloat16": "256 decodes, bfloat16 pool",
+    "speculate-64x3": "64 decodes of 3 speculated tokens",
+    "prefill-4096": "a prefill of 4,096",
+    "decode-32-prefill-4096": "32 decodes and a prefill of 4,096",
+    "prefill-8192": "a prefill of 8,192",
+    "prefill-8192-ragged": "16 ragged prefills, 8,192 in all",
+}
+
+
+def heads(layer: models.Layer) -> str:
+    """Return an operator with its key and value heads."""
+    return f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
+
+
+def against_floor(row: dict, floor: float) -> str:
+    """Return cycles, their ratio to the least that the bytes take, and a time."""
+    return f"{whole(row['cycles'])}; {decimals(floor)}; {decimals(row['estimate_ms'], 3)}"
+
+
+@block
+def step() -> str:
+    """Serving steps of Qwen3-Next's layer."""
+
+    def cell(chip):
+        def text(name):
+            row = only(rows_of(f"step-{chip}"), case="qwen3-next-80b", mixture=name["mixture"])
+            if row.get("cycles"):
+                return against_floor(row, row["to_floor"])
+            return f"kernels {whole(sum(row[key] or 0 for key in ('decode_bundles', 'prefill_bundles')))}"
+
+        return text
+
+    columns = {"cycles; times the floor; ms": lambda row: MIXTURES[row["mixture"]]}
+    return table([{"mixture": x} for x in MIXTURES], columns | {chip: cell(chip) for chip in CHIPS})
+
+
+@block
+def step_of_a_device() -> str:
+    """Serving steps of an operator at the heads that one of 8 devices has."""
+    rows = rows_of("step-v6e-tp8")
+    titles = {
+        "decode-64": "64 decodes",
+        "decode-64-bfloat16": "64 decodes, bfloat16",
+        "decode-32-prefill-2x512-bfloat16": "32 decodes and 2 prefills of 512, bfloat16",
+    }
+
+    def cell(mixture):
+        found = lambda row: only(rows, case=row["case"], mixture=mixture)
+        return lambda row: against_floor(found(row), found(row)["to_floor"])
+
+    columns = {"v6e, key and value heads": lambda row: heads(models.MODELS[row["case"]])}
+    columns |= {name: cell(mixture) for mixture, name in titles.items()}
+    return table([{"case": case} for case in values(rows, "case")], columns)
+
+
+@block
+def decodes() -> str:
+    """The whole mixer of 64 decodes, at the heads that one of several devices has."""
+    rows = rows_of("decodes")
+    lines = [
+        {"case": case, "mixture": mixture}
+        for case in values(rows, "case")
+        for mixture in decode_mixer.mixtures(case)
+        if not steps.MIXTURES[mixture].prefills
+    ]
+
+    def states(row):
+        pool = steps.MIXTURES[row["mixture"]]
+        kind = f"{pool.pool}, ring of {pool.replay}" if pool.replay else pool.pool
+        return kind if pool.W == 1 else f"{kind}, {pool.W} tokens"
+
+    def cell(chip):
+        def text(row):
+            found = [x for x in select(rows, **row, chip=chip) if x.get("cycles")]
+            return next((against_floor(x, x["cycles"] / x["decode_floor"]) for x in found), NONE)
+
+        return text
+
+    columns = {"operator, key and value heads": lambda row: heads(decode_mixer.MIXERS[row["case"]]), "states": states}
+    return table(lines, columns | {chip: cell(chip) for chip in CHIPS})
+
+
+@block
+def decodes_layout() -> str:
+    """What a layout of pools costs a step of decodes."""
+    rows = select(rows_of("decodes"), case="qwen3-next-80b-tp8", chip="v6e")
+    plain, ring = (only(rows, mixture=name) for name in ("decode-64-bfloat16", "decode-64-bfloat16-ring"))
+    layouts = lambda row: f"{whole(row['around_cycles'])} and {whole(row['around_in_default_layout'])}"
+    return (
+        f"For 64 decodes over {whole(steps.SLOTS)} slots, with 2 key and 4 value heads and bfloat16 states, the\n"
+        f"compiler for v6e expects all operations around the launch to take {layouts(plain)} cycles in rows and in\n"
+        f"the default layout; with a ring of 16 tokens {layouts(ring)}. The copies grow with the number of slots."
+    )
+
+
+@block
+def decodes_mixed() -> str:
+    """The operations around the kernels of a step of decodes and prefills."""
+    counts, rows = [], select(rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e")
+    for case, layer in decode_mixer.MIXERS.items():
+        row = only(rows, case=case)
+        counts.append(f"{whole(row['around_cycles'])} for {TITLES[layer.operator]} {layer.H} / {layer.HV}")
+    return (
+        "In a step of 32 decodes and 2 prefills of 512 the compiler for v6e expects these cycles of all operations\n"
+        f"around the kernels of a whole mixer, by key and value heads:\n{', '.join(counts)}."
+    )
+
+
+@block
+def pools() -> str:
+    """The bytes of a decode over every pool, its cycles on a v6e, and the loss of a model, where they are known."""
+    layer, rows = models.MODELS["qwen3-next-80b"], select(rows_of("step-v6e"), case="qwen3-next-80b")
+    bits = {row["pool"]: row for row in rows_of("pool-bits")}
+    mixture = lambda row: models.Mixture(64, pool=row["dtype"], replay=row["replay"])
+
+    def cycles(row):
+        known = next((name for name, x in steps.MIXTURES.items() if x == mixture(row)), None)
+        return next((whole(x["cycles"]) for x in select(rows, mixture=known) if x.get("cycles")), NONE)
+
+    def more(row):
+        found = bits.get("{dtype}, ring of {replay}".format(**row) if row["replay"] else row["dtype"])
+        return decimals(100 * found["over_float32"], 4) if found else NONE
+
+    columns = {
+        "states": "dtype",
+        "ring": lambda row: f"{row['replay']} tokens" if row["replay"] else "none",
+        "KiB a token and value head": lambda row: decimals(
+            models.moved_bytes(layer, mixture(row))[0] / 64 / layer.HV / 2**10, 1
+        ),
+        "cycles of 64 decodes, v6e": cycles,
+        "% more bits per byte": more,
+    }
+    types = ("float32", "bfloat16", "int8")
+    return table([{"dtype": dtype, "replay": L} for dtype in types for L in (0, 8, 16, 32)], columns)
+
+
+@block
+def pool_errors() -> str:
+    """Errors of decodes over every pool, and over formats that are simulated, by the strength of gates and the keys."""
+    rows = rows_of("pool-errors")
+    cell = lambda **point: lambda row: f"{only(rows, pool=row['pool'], **point)['error']:.1e}"
+    columns = {"pool": "pool"} | {
+        f"{gate}, {keys}": cell(gate=gate, keys=keys) for gate in values(rows, "gate") for keys in values(rows, "keys")
+    }
+    return table([{"pool": pool} for pool in values(rows, "pool")], columns)
+
+
+@block
+def step_float16() -> str:
+    """The cost of a pool of float16."""
+    (row,) = rows_of("step-v6e-float16")
+    step = only(rows_of("step-v6e"), case=row["case"], mixture=row["mixture"])
+    parts = [row[f"{part}_cycles"] for part in ("gather", "convert", "scatter")]
+    ratio = (sum(parts) + step["cycles"]) / step["cycles"]
+    gather, convert, scatter = map(whole, parts)
+    return (
+        f"For {MIXTURES[row['mixture']]} over {whole(row['slots'])} slots the compiler for v6e expects the gather to "
+        f"take {gather} cycles,\nthe conversion {convert} and the scatter {scatter}. "
+        f"With the step of a float32 pool this is {decimals(ratio, 1)} times that step alone."
+    )
+
+
+@block
+def step_others() -> str:
+    """Prefills of the other operators on a v6e, and steps on a CPU."""
+    rows, on_cpu = rows_of("step-v6e"), rows_of("step-cpu")
+    texts = []
+    for case, name in (("kimi-linear-48b", "Kimi-Linear"), ("minimax-text-01", "MiniMax")):
+        one, many = (only(rows, case=case, mixture=f"prefill-8192{kind}")["cycles"] for kind in ("", "-ragged"))
+        texts.append(f"{whole(one)} and {whole(many)} cycles for {name}")
+    on_cpu = [f"{whole(row['median_ms'])} ms for {MIXTURES[row['mixture']]}" for row in on_cpu]
+    return (
+        f"On v6e the last two rows are {' and '.join(texts)}.\n"
+        f"On a CPU of 2 cores, 16 heads in float32 take {on_cpu[0]}, {on_cpu[1]},\nand {on_cpu[2]}."
+    )

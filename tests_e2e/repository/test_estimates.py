@@ -1,0 +1,384 @@
+"""What estimates read out of the text of a compiler: bundles, cycles and bytes; and the formula that makes times of it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.command.models import Layer
+from chunkwise.shared.testing import tpu as compiler
+
+THOROUGH = dict(test_tpu_estimate_of_a_step=True)
+
+
+def test_cycles_of_operations():
+    from benchmarks.tpu import operations
+
+    cycles = lambda n: f'backend_config={{"estimated_cycles":"{n}"}}'
+    inside = f"%fused (x: f32[]) -> f32[] {{\n  ROOT %m = f32[] multiply(%x, %x), {cycles(5)}\n}}\n"
+    main = f"%a = f32[] fusion(%x), {cycles(100)}\n  ROOT %b = f32[] add(%a, %a), {cycles(20)}"
+    entry = f"\nENTRY %main () -> f32[] {{\n  {main}\n}}"
+    assert operations(inside + entry) == 120
+    # A loop whose turns are known, and one whose turns are not.
+    loop = "while(%a), condition=%c, body=%fused"
+    assert operations(inside + entry.replace("add(%a, %a)", f'{loop}, "known_trip_count":{{"n":"3"}}')) == 120 + 3 * 5
+    assert operations(inside + entry.replace("add(%a, %a)", loop)) == 120 + 5
+    branches = "conditional(%p, %a), branch_computations={%fused, %other}"
+    other = inside.replace("fused", "other").replace('"5"', '"7"')
+    assert operations(inside + other + entry.replace("add(%a, %a)", branches)) == 120 + 7
+
+
+def test_static_figures(tmp_path):
+    from benchmarks.tpu import _static
+
+    name = "0-kernel-1-final_hlo-static-per-bundle-utilization.txt"
+    head = "\nMXU, VALU, VSTORE:SPILL\n 2 4 1\n== UTILIZATION:\n"
+    (tmp_path / name).write_text(head + "2 0 0\n0 4 1\n1 1 1\n1 0 0\n")
+    assert _static(str(tmp_path)) == {"spills": 2, "matrix_use": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("inner", "test", "expected"),
+    [
+        ("", "", (3 * 4, 4)),
+        # The branch of the loop over the grid may carry no depth.
+        ("", "0x3   :  { %e }", (4 * 4, 4)),
+        (">", "", (None, None)),
+        (">", "0x3   : >> { %q = scmp.ge.s32.totalorder %s, 5 /* loop exit test */ }", (4 * (2 + 2 * 5), 4)),
+    ],
+    ids=["one loop", "a branch without depth", "a loop in it", "a loop of 5 turns in it"],
+)
+def test_bundles_of_the_loop_over_the_grid(inner, test, expected, tmp_path):
+    from benchmarks.tpu import bundles
+
+    lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}", *filter(None, [test])]
+    lines += ["0x4   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x5   :  { %d }"]
+    for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
+        (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
+    assert bundles(str(tmp_path), {"kernel.1"}) == expected
+    assert bundles(str(tmp_path), {"kernel.1", "kernel.2"}) == (None, None)
+
+
+def test_regions_that_a_layer_runs():
+    """The second path of a gate for every channel is not taken; a branch around a loop runs as often as the grid."""
+    from benchmarks.regions import Loop, Region
+    from benchmarks.turns import turns_of
+
+    regions = lambda *bundles: Loop(10, 0, 5, [Region(0, 9, n) for n in bundles])
+    kda, delta, gla = (
+        turns_of(Layer(name, H=4, HV=4, T=256)) for name in ("kda", "gated_delta_rule", "simple_gla")
+    )  # fmt: skip
+    assert kda("chunk_kda_fwd_c64.1", regions(3000)) == (5, [0])
+    assert kda("chunk_kda_summary_c64.2", regions(3000)) == (5, [0])
+    assert kda("chunk_kda_fwd_c64.1", regions()) is None
+    assert kda("chunk_kda_bwd_c64.1", regions(3000)) is None
+    assert delta("chunk_gated_delta_rule_fwd_c64.1", regions(30)) is None
+    steps, runs = gla("chunk_gla_fwd_c64.1", regions(100, 200))
+    assert gla("chunk_gla_fwd_c64.1", regions(100, 3, 200)) == (steps, [runs[0], steps, runs[1]])
+
+
+# A loop of 5 grid steps: what every step runs has a region with a loop in it, and one in one.
+KERNEL_CODE = """\
+     0   :  { %a }
+   0x1 LB: > { %b /* bounds:
+ no bundle */ }
+   0x2   : > { %c = sbr.rel (%p0) target = $region9 }
+   0x3   :  {}
+   0x4   :  {}
+   0x5   :  {}
+   0x6   :  {}
+   0x7   : > { %d } /* Start region 8 */
+   0x8   : > { %e = sbr.rel (!%p1) target = $region3 ;; %f }
+   0x9   :  {}
+   0xa   :  {}
+   0xb   :  {}
+   0xc   :  {}
+   0xd   : > { %g = sbr.rel (%p2) target = $region4 }
+   0xe   :  {}
+   0xf   :  {}
+  0x10   :  {}
+  0x11   :  {}
+  0x12   : > { %h }
+  0x13   : > { %i }
+  0x14 LB: >> { %j } /* Start region 6 */
+  0x15   :  {}
+  0x16   : >> { %k = scmp.ge.s32.totalorder %s, 32 /* loop exit test */ }
+  0x17   : >> { %l = sbr.rel (!%p3) target = $region6 }
+  0x18   :  {}
+  0x19   : > { %t }
+  0x1a   :  {}
+  0x1b   :  {}
+  0x1c PF: > { %m } /* Start/End empty region 4 :: Start region 5 */
+  0x1d PF: > { %n } /* Start/End empty region 3 */
+  0x1e PF: > { %o } /* Start/End empty region 9 */
+  0x1f   : > { %q = scmp.ge.s32.totalorder %s, 7 /* loop exit test */ }
+  0x20   : > { %r = sbr.rel (!%p4) target = $region2 }
+  0x21   :  { %s }
+"""
+
+
+def test_loop_of_a_kernel():
+    from benchmarks.regions import kernel_bundles, read_loop
+
+    loop = read_loop(KERNEL_CODE)
+    # The first bundle, the branch with its delay, and three bundles at the end; a region starts after the delay.
+    assert (loop.turns, loop.always) == (7, 1 + 5 + 3)
+    # Its own bundle, the first branch and the end; the outer region without the one in it; two bundles and the loop, of
+    # which one that runs with the branch back has the depth of what follows.
+    assert loop.body == 1 + 5 + 1
+    assert [region.bundles for region in loop.regions] == [5 + 1, 2 + 32 * 8]
+    assert kernel_bundles(loop, 5, [3, 2]) == 7 * 9 + 5 * 7 + 3 * 6 + 2 * 258
+    with pytest.raises(ValueError, match="5 steps and 2 regions"):
+        kernel_bundles(loop, 5, [3])
+    # A small region that follows those of the kernel cuts the last block.
+    cut = loop._replace(regions=[*loop.regions, loop.regions[0]])
+    assert kernel_bundles(cut, 5, [3, 2]) == kernel_bundles(cut, 5, [3, 2, 5])
+
+
+def test_body_of_a_loop_that_has_fewer_regions_than_a_copy():
+    """A branch with two in it stands before the body, as those that copy blocks do, which may have none."""
+    from benchmarks.regions import read_loop
+
+    branch = lambda n: [f"   0x1   : > {{ sbr.rel (!%p1) target = $region{n} }}", *["   0x1   : > { %a }"] * 4]
+    end = lambda n: [f"   0x1   : > {{ %b }} /* Start/End empty region {n} */"]
+    copy = [*branch(1), *branch(2), *end(2), *branch(3), *end(3), *end(1)]
+    body = [*branch(4), *["   0x1   : > { %c }"] * 40, *end(4)]
+    exit_test = ["   0x1   : > { %q = scmp.ge.s32.totalorder %s, 7 /* loop exit test */ }", "   0x1   :  { %s }"]
+    loop = read_loop("\n".join(["   0   :  { %a }", *copy, *body, *exit_test]))
+    assert (loop.body, loop.regions) == (40, [])
+    assert loop.always == len(copy) + len(body) + 1 - 40
+
+
+def test_turns_that_run_the_regions_of_packed_batches():
+    """Sequences of 70 and 140 tokens: pieces of 64, 6, 58, 64 and 18 rows, and one that is empty."""
+    from benchmarks.turns import turns
+
+    layer = lambda name, n: Layer(name, H=16, HV=32, T=210, sequences=n, ragged=True)
+    delta, kda, gla = (functools.partial(layer, name) for name in ("gated_delta_rule", "kda", "simple_gla"))
+    # One turn more than pieces. Only the first turn has whole chunks alone, and only the last one has the piece that is
+    # empty alone. A forward has no branch where a sequence starts; one of a gate for every channel has a second path.
+    assert turns(delta(2), "fwd", 64) == turns(delta(2), "states", 64) == (7, [1, 6, 1, 5])
+    assert turns(kda(2), "fwd", 64) == (7, [1, 0, 6, 1, 5, 0])
+    for case in (delta(2), kda(2)):
+        assert turns(case, "bwd", 64) == (6, [3, 2, 4, 1, 3])
+    assert turns(delta(0), "fwd", 64) == (5, [])
+    assert turns(kda(0), "fwd", 64) == (5, [0])
+    assert turns(kda(0), "bwd", 64) == (4, [1])
+    # A step takes 4 chunks: 2 and 3 of the two sequences, of which 1 and 1 are whole, and one that is empty. The
+    # backward first goes over all but the last chunk of each.
+    assert turns(gla(2), "fwd", 64) == (3, [2, 1, 2, 5, 2, 3])
+    assert turns(gla(2), "bwd", 64) == (3, [3, 1, 2, 3, 2, 1, 2, 5, 2, 3])
+    assert turns(gla(0), "bwd", 64) == (1, [1, 3, 4])
+
+
+def test_steps_that_run_the_regions_of_the_kernels():
+    """Two decodes of 3 tokens, and prefills of 70 and 64 tokens, which are 4 pieces of 3 chunks."""
+    from benchmarks.cases import CASES
+    from benchmarks.step import Mixture, decode_runs, prefill_runs
+    from chunkwise.shared.call.arguments import Slots
+    from chunkwise.shared.serving.step_table import find_step
+
+    mixture = Mixture(2, W=3, prefills=(70, 64))
+    step = jax.tree.map(jnp.asarray, mixture.step())
+    found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T)
+    # The first step zeroes the outputs, and keeps the block that it reads, which it also writes.
+    assert decode_runs(found.decodes) == (12, [1, 1, 4, 6, 6])
+    # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk.
+    # No chunk is wholly of one piece. Two turns open the first one, and the rows after the last token need no zeros.
+    # A gate for every channel has a second path, which is not taken.
+    for name, second in (("qwen3-next-80b", []), ("kimi-linear-48b", [0])):
+        turns, runs = prefill_runs(CASES[name], found.prefills, mixture.T, 64)
+        assert runs == [2, 1, 0, *second, turns, 3, 5, *second, 2]
+        assert turns > 5
+    # A step of simple GLA takes all 3 chunks: 2 and 2 of the two sequences.
+    assert prefill_runs(CASES["minimax-text-01"], found.prefills, mixture.T, 64)[1] == [2, 1, 1, 2, 4, 0, 4, 2]
+
+
+PROGRAM = """\
+%wanted.1 (a: f32[]) -> f32[] {
+  ROOT %recurrent_x.1 = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call"
+}
+%nothing.1 (a: f32[]) -> f32[] {
+  ROOT %broadcast.1 = f32[8]{0} broadcast(%a)
+}
+%other.1 (a: f32[]) -> f32[] {
+  %copy.1 = f32[8]{0:T(8,128)S(1)} copy(%a)
+  ROOT %fused_x.2 = f32[8]{0} custom-call(%copy.1), custom_call_target="tpu_custom_call"
+}
+%nothing.2 (a: f32[]) -> f32[] {
+  ROOT %fusion.2 = (f32[8]{0}, s32[]) fusion(%a), kind=kLoop, calls=%inner
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, calls=%inner
+  %fusion.3 = f32[8]{0} fusion(%a), kind=kLoop, calls=%inner
+  %cond.1 = f32[8]{0} conditional(%p, %a, %a), branch_computations={%nothing.1, %wanted.1}
+  ROOT %cond.2 = f32[8]{0} conditional(%p, %a, %a), true_computation=%other.1, false_computation=%nothing.2
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [({"recurrent_x.1"}, 2 + 16), ({"fused_x.2"}, 2 + 2 + 4), ({"recurrent_x.1", "fused_x.2"}, 2 + 4), (set(), 20)],
+    ids=["decodes", "prefills", "both", "none"],
+)
+def test_cycles_of_the_branches_that_run(wanted, expected):
+    """The third fusion is not profiled, because it is the same code as the first."""
+    from benchmarks.step import branch_cycles
+
+    cycles = {"fusion.1": 1, "broadcast.1": 2, "copy.1": 4, "fused_x.2": 8, "fusion.2": 16, "recurrent_x.1": 32}
+    assert branch_cycles(PROGRAM, cycles, wanted) == expected
+
+
+GATHERED = "f32[4,32]{1,0:T(8,128)S(1)}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"%a.1 = {GATHERED} all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", ("all-gather", 384)),
+        ("%a = f32[8]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}", ("all-gather", 16)),
+        (
+            "%a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=1, replica_groups=[1,4]<=[4]",
+            ("all-gather", 24),
+        ),
+        ("ROOT %r = bf16[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add", ("all-reduce", 16)),
+        ("%r = (f32[8]{0}, f32[4]{0}) all-reduce-start(%x, %y), replica_groups={}", ("all-reduce", 72)),
+        ("%s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}", ("reduce-scatter", 24)),
+        ("%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}", ("collective-permute", 32)),
+        (
+            "%p = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%x)",
+            ("collective-permute", 32),
+        ),
+        ("%d = f32[8]{0} all-gather-done(%a)", None),
+        ("%f = f32[8]{0} fusion(%all-gather.1), kind=kLoop", None),
+    ],
+)
+def test_bytes_of_collectives(line, expected):
+    from chunkwise.shared.testing.compiled import traffic
+
+    assert traffic(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
+
+
+def test_bytes_of_scans_and_of_ring_attention():
+    from benchmarks.scale import map_bytes, ring_attention_bytes, scan_bytes
+
+    case = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16)
+    assert map_bytes(case) == (4 * 2 * 8 * 8, 4 * 2 * 8 * 16)
+    assert map_bytes(Layer("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
+    assert scan_bytes(case, "all_gather", 8) == 7 * 4 * 2 * 8 * 24
+    assert scan_bytes(case, "all_to_all", 2) == 4 * 8 * (8 + 2 * 16)
+    # Two heads are one for each of eight devices, of which six are zeros.
+    assert scan_bytes(case, "all_to_all", 8) == 7 * 4 * 8 * (8 + 2 * 16)
+    assert scan_bytes(case, "doubling", 8) == 4 * 2 * (3 * 8 * 24 + 8 * 16)
+    assert scan_bytes(case, "ring", 8) == 7 * 4 * 2 * 8 * 16
+    assert ring_attention_bytes(case, 8, T=64, kv_heads=2) == 7 * 64 * 2 * 24 * 2
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize(
+    "operator",
+    ["gated_delta_rule", "kda", "simple_gla"],
+)
+def test_tpu_estimate_of_a_step(operator):
+    """Both kernels of one program, whose regions are as many as those counted."""
+    from benchmarks.step import Mixture, estimate
+
+    row = estimate(Layer(operator, H=2, HV=4), Mixture(9, prefills=(70,)), "v6e", timeout=300)
+    assert not row.get("failed")
+    assert row["decode_bundles"] > 0
+    assert row["prefill_bundles"] > 0
+    assert row["cycles"] > row["around_cycles"] + row["decode_floor"] + row["prefill_floor"]
+
+
+def test_peers_on_tpus():
+    from benchmarks import tpu_peers
+    from benchmarks.cases import CASES
+
+    tokamax, deltanet = tpu_peers.PEERS["tokamax"], tpu_peers.PEERS["deltanet-tpu"]
+    assert [x.has(CASES["kimi-linear-48b"], backward=True) for x in (tokamax, deltanet)] == [False, True]
+    assert not deltanet.has(CASES["gla"], backward=False)
+    assert not deltanet.has(CASES["qwen3-next-80b-ragged"], backward=False)
+    assert not deltanet.has(Layer("kda", H=1, HV=1, K=64), backward=False)
+    with tpu_peers.on_a_tpu():
+        assert jax.default_backend() == "tpu"
+    assert jax.default_backend() == "cpu"
+
+
+def test_calibrate(run, monkeypatch, capsys):
+    """Points are scaled from the tokens that were compiled, and the fit finds the numbers that made the times."""
+    from benchmarks import calibrate
+
+    call, factor, step = 0.2, 1.5, 0.4
+    monkeypatch.setattr(calibrate, "copied", lambda: [])
+    monkeypatch.setattr("benchmarks.tpu_peers.is_installed", lambda name: name != "tokamax")
+    monkeypatch.setattr("benchmarks.calibrate.metadata.version", lambda name: "1.0")
+    some = [one for one in calibrate.PUBLISHED if one.peer == "deltanet-tpu"][:3]
+    some += [dataclasses.replace(one, fitted=True) for one in calibrate.PUBLISHED if one.peer == "sglang-jax"]
+    counts = [
+        dict(bundles=1000 * (n + 1), grid_steps=7 * n * n + 1, around_cycles=100 * n, compile_s=1.0)
+        for n in range(len(some))
+    ]
+    ms = []
+    for one, row in zip(some, counts, strict=True):
+        times = 1 if one.sequences else 2
+        cycles = times * (row["bundles"] + row["around_cycles"])
+        ms.append(call * one.blocking + factor * cycles / 1.75e6 + times * step * row["grid_steps"] / 1e3)
+    some = [dataclasses.replace(one, ms=x) for one, x in zip(some, ms, strict=True)]
+    tokamax = next(one for one in calibrate.PUBLISHED if one.peer == "tokamax")
+    monkeypatch.setattr(calibrate, "PUBLISHED", [*some, tokamax])
+    left = iter(counts)
+    monkeypatch.setattr("benchmarks.tpu.first_result", lambda codes, timeout: next(left))
+    code, rows = run("calibrate", "--tokens", "4096")
+    assert code == 0
+    assert [row["bundles"] for row in rows] == [2000, 4000, 6000, 4000, 5000, 6000]
+    found = calibrate.fit(rows)
+    assert found[:3] == pytest.approx((call, factor, step))
+    assert found.ratios == pytest.approx(np.ones(6))
+    printed = capsys.readouterr().out
+    assert "time = 0.200 ms of a blocking call + 1.500 x" in printed
+    assert "deltanet-tpu 1.0, predicted from the others: 1.00 to 1.00." in printed
+    assert "tokamax is not installed." in printed
+
+
+def test_the_formula_is_the_fit():
+    """The numbers of the package are the fit to docs/data, rounded, and so are its errors; times are made of them."""
+    from benchmarks import calibrate, step
+    from benchmarks.figures import evidence, tables
+    from chunkwise.command import times
+    from chunkwise.shared.chips import CHIPS
+
+    inside, _ = evidence.points()
+    found = calibrate.fit(inside)
+    rounded = (times.CALL_MS, times.FACTOR, times.STEP_US)
+    assert rounded == tuple(round(x, 2) for x in found[:3])
+    assert (
+        round(found.spread, 3), tuple(round(float(x), 2) for x in (found.ratios.min(), found.ratios.max()))
+    ) == (times.SPREAD, times.WORST)  # fmt: skip
+    for name in ("tpu-layers", "tpu-kda"):
+        for row in tables.rows_of(name):
+            counts = (row[key] for key in ("bundles", "around_cycles", "grid_steps", "floor_ms"))
+            assert row["estimate_ms"] == pytest.approx(times.device_ms(CHIPS[row["chip"]], *counts))
+    for chip in CHIPS:
+        for row in tables.rows_of(f"step-{chip}"):
+            if row.get("cycles"):
+                assert row["estimate_ms"] == pytest.approx(step.step_ms(row, chip))
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
+def test_tpu_estimate():
+    """A process of its own for the compiler; one head of a kernel that it profiles."""
+    from benchmarks import tpu
+
+    row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 1024, backward=False, profile=True, timeout=300)
+    assert not row.get("failed")
+    assert row["kernel_cycles"] > 0
+    assert row["bundles"] > 0
+    assert row["estimate_ms"] > row["floor_ms"] > 0
+    assert 0 < row["matrix_use"] < 1
