@@ -1,4 +1,4 @@
-"""What estimates read out of the text of a compiler: bundles, cycles and bytes; and the formula that makes times of it."""
+"""What estimates read out of the text of a compiler, bundles, cycles and bytes, and the formula of their times."""
 
 import dataclasses
 import functools
