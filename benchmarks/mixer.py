@@ -69,7 +69,9 @@ class Mixer(Layer):
 
         def run(x, cu_seqlens):
             def convolve(name, *shape):
-                y, _ = causal_conv1d(x[name], x[f"conv_{name}"], cu_seqlens=cu_seqlens, implementation=around)
+                y, _ = causal_conv1d(
+                    x[name], x[f"conv_{name}"], activation="silu", cu_seqlens=cu_seqlens, implementation=around
+                )
                 return y.reshape(1, -1, *shape)
 
             gate = (HV, K) if self.table.per_channel else (HV,)
@@ -105,7 +107,7 @@ class Mixer(Layer):
         T, HV = x["v"].shape[1], self.HV // self.H
         heads = {"q": (1, self.K), "k": (1, self.K), "v": (HV, self.V)}
         tokens = {
-            name: mixer_oracle.causal_conv1d(x[name], x[f"conv_{name}"])[0].reshape(1, T, *size)
+            name: mixer_oracle.causal_conv1d(x[name], x[f"conv_{name}"], name="silu")[0].reshape(1, T, *size)
             for name, size in heads.items()
         }
         gates = x["g"].reshape(1, T, HV, self.K) if self.table.per_channel else x["g"]
@@ -120,7 +122,7 @@ class Mixer(Layer):
         found = pull(gradients["g"], gradients["beta"]) | {"z": dz}
         for name in heads:
             found[name], found[f"conv_{name}"] = mixer_oracle.causal_conv1d_gradients(
-                x[name], x[f"conv_{name}"], gradients[name].reshape(x[name].shape)
+                x[name], x[f"conv_{name}"], gradients[name].reshape(x[name].shape), name="silu"
             )
         own = [name for name in found if name in self._widths or not self.sequences]
         return {"o": y} | {f"d{name}": found[name].reshape(x[name].shape) for name in own}

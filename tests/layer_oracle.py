@@ -103,7 +103,7 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
         for i in range(3):
             projected[i], last = mixer_oracle.causal_conv1d(
                 projected[i], w.conv[i], w.bias[i] if hasattr(w, "bias") else None,
-                None if cache is None else cache.conv[i], **packing,
+                None if cache is None else cache.conv[i], name="silu", **packing,
             )  # fmt: skip
             conv.append(last)
     else:

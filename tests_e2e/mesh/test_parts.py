@@ -52,7 +52,7 @@ def convolution(states: bool, **options):
     """Return a function of inputs and of arrays without a gradient to results by name."""
 
     def run(x, fixed):
-        y, final_state = causal_conv1d(**x, **fixed, output_final_state=states, **options)
+        y, final_state = causal_conv1d(**x, **fixed, output_final_state=states, activation="silu", **options)
         return dict(y=y, final_state=final_state) if states else dict(y=y)
 
     return run

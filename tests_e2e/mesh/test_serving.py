@@ -115,7 +115,9 @@ def test_convolution_of_a_step(mode, implementation):
     )  # fmt: skip
 
     def run(given, sharding=None):
-        return causal_conv1d_update(**given, block_size=16, implementation=implementation, sharding=sharding)
+        return causal_conv1d_update(
+            **given, activation="silu", block_size=16, implementation=implementation, sharding=sharding
+        )
 
     sharding = NamedSharding(mesh, split) if mode == "automatic" else None
     _, pool = assert_equal_on_mesh(run, mesh, convolution(1, 40, 9) | step, CONVOLUTION, sharding)
@@ -135,7 +137,7 @@ def test_decode_of_the_convolution(mode, implementation):
     arrays, sharding = convolution(6, 1, 8), NamedSharding(mesh, rows) if mode == "automatic" else None
 
     def run(given, sharding=None):
-        return causal_conv1d_update(**given, implementation=implementation, sharding=sharding)
+        return causal_conv1d_update(**given, activation="silu", implementation=implementation, sharding=sharding)
 
     def gradient(arrays, step, sharding=None):
         loss = lambda arrays: sum(jnp.sum(jnp.sin(y)) for y in run(arrays | step, sharding))
@@ -212,8 +214,9 @@ def test_the_convolution_of_a_step_compiles_for_tpus():
 
     def run(x, pool, weight, step):
         return causal_conv1d_update(
-            x, pool, weight, **step._asdict(), implementation="pallas", sharding=NamedSharding(mesh, split)
-        )
+            x, pool, weight, activation="silu", **step._asdict(), implementation="pallas",
+            sharding=NamedSharding(mesh, split),
+        )  # fmt: skip
 
     tensors = (spec(1, 256, 2048, dtype=jnp.bfloat16), spec(2048, W - 1, 2048, dtype=jnp.bfloat16), spec(2048, W))
     tensors = placed_shapes(mesh, tensors, (split, split, P("heads")))

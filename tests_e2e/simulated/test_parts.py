@@ -43,7 +43,7 @@ def test_convolution(batch, states, cores):
     def run(implementation):
         def fn(x, sequences):
             y, final = causal_conv1d.causal_conv1d(
-                **x, **sequences, output_final_state=True, implementation=implementation,
+                **x, **sequences, output_final_state=True, activation="silu", implementation=implementation,
                 config=causal_conv1d.Config(16, 128),
             )  # fmt: skip
             return dict(y=y, final_state=final)
@@ -52,7 +52,7 @@ def test_convolution(batch, states, cores):
 
     poisoned = x | dict(x=jnp.where(free[:, :, None], jnp.nan, x["x"]))
     got = run("pallas")(poisoned, sequences, cotangents)
-    y, final = mixer_oracle.causal_conv1d(**x, **sequences)
+    y, final = mixer_oracle.causal_conv1d(**x, name="silu", **sequences)
     compare.assert_close("y", got["y"], y, compare.TOLERANCE["float32"])
     np.testing.assert_array_equal(np.asarray(got["final_state"], np.float64), final)
     want = run("xla")(x, sequences, cotangents | dict(y=jnp.nan_to_num(cotangents["y"])))

@@ -30,6 +30,10 @@ ONE = dict(x=spec(1, 8, 16))
             dict(initial_state=spec(2, 16, 3)),
             "`initial_state` must have shape [N, W-1, D] = (2, 3, 16); got (2, 16, 3).",
         ),
+        (
+            dict(initial_state=spec(2, 8, 16)),
+            "got (2, 8, 16), the shape of `x`, which `residual` has, the fourth argument",
+        ),
         (dict(output_final_state="yes"), "`output_final_state` must be True or False"),
         (dict(activation="relu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'relu'."),
         (dict(segment_ids=spec(2, 8)), "`segment_ids` must be int32 of shape (2, 8); got float32 (2, 8)."),

@@ -53,7 +53,7 @@ def test_every_config_gives_the_same(config):
 
     def run(config):
         f = lambda *a: causal_conv1d(
-            *a, cu_seqlens=boundaries(17, 30, 5), implementation="pallas", config=config
+            *a, activation="silu", cu_seqlens=boundaries(17, 30, 5), implementation="pallas", config=config
         )[0]  # fmt: skip
         y, pull = jax.vjp(f, x, weight, None, state)
         return y, *pull(dy)

@@ -63,7 +63,7 @@ class Batch:
 
     def definition(self, **x):
         """Return y and the final state in float64, token by token."""
-        return mixer_oracle.causal_conv1d(**x, **self.options())
+        return mixer_oracle.causal_conv1d(**x, name="silu", **self.options())
 
 
 SMALL = Config(32, 128)
@@ -98,7 +98,10 @@ def test_values(batch, states, implementation):
     for dtype in (jnp.float32, jnp.bfloat16):
         x = batch.inputs(states, dtype)
         spoilt = x | dict(x=jnp.where(batch.padding()[:, :, None], jnp.nan, x["x"]))
-        options = dict(output_final_state=True, **batch.options(), implementation=implementation, config=batch.config)
+        options = dict(
+            output_final_state=True, activation="silu", **batch.options(), implementation=implementation,
+            config=batch.config,
+        )  # fmt: skip
         y, final = causal_conv1d(**spoilt, **options)
         want, state = batch.definition(**x)
         assert y.dtype == final.dtype == dtype
@@ -118,13 +121,24 @@ def test_activations(activation, bias, implementation):
     assert_close("y", y, mixer_oracle.causal_conv1d(**x, name=activation)[0], TOLERANCE["float32"])
 
 
+def test_no_activation_unless_one_is_named():
+    """So it is in causal-conv1d and flash-linear-attention."""
+    x, weight = jnp.ones((1, 5, 3)), jnp.ones((3, 4))
+    y, _ = causal_conv1d(x, weight)
+    decoded, _ = causal_conv1d_update(x, jnp.zeros((1, 3, 3)), weight)
+    np.testing.assert_array_equal(y[0, :, 0], [1, 2, 3, 4, 4])
+    np.testing.assert_array_equal(decoded, y)
+
+
 @pytest.mark.parametrize("batch", ["rows", "packed-short", "row-of-padding"])
 def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
     sizes = {"rows": dict(T=6, D=2, config=None), "packed-short": dict(D=1), "row-of-padding": dict(D=1)}[batch]
     batch = Batch(**vars(BATCHES[batch]) | sizes)
     x = batch.inputs(True)
     cotangents = [np.random.default_rng(1).standard_normal(y.shape) for y in batch.definition(**x)]
-    run = lambda x: causal_conv1d(**x, output_final_state=True, **batch.options(), implementation="xla")
+    run = lambda x: causal_conv1d(
+        **x, output_final_state=True, activation="silu", **batch.options(), implementation="xla"
+    )
     (d,) = jax.vjp(run, x)[1](tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
     for name, want in numeric_gradients(batch.definition, x, cotangents).items():
         assert_close(f"d{name}", d[name], want, GRADIENT_TOLERANCE["float32"])
@@ -146,8 +160,9 @@ def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
         @functools.partial(jax.jit, static_argnums=0)
         def gradients(implementation, x, cotangents):
             run = lambda x: causal_conv1d(
-                **x, output_final_state=True, **batch.options(), implementation=implementation, config=batch.config
-            )
+                **x, output_final_state=True, activation="silu", **batch.options(), implementation=implementation,
+                config=batch.config,
+            )  # fmt: skip
             return jax.vjp(run, x)[1](cotangents)[0]
 
         wide = jax.tree.map(lambda y: y.astype(jnp.float32), (x, (dy, dfinal)))

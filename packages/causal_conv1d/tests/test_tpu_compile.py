@@ -31,7 +31,9 @@ def test_compiles(D, W, form, chip):
     x = spec(B, T, D, dtype=jnp.bfloat16)
 
     def run(x, weight, bias, state, cu_seqlens, ids, dy):
-        f = lambda *a: causal_conv1d(*a, cu_seqlens=cu_seqlens, segment_ids=ids, implementation="pallas")[0]
+        f = lambda *a: causal_conv1d(
+            *a, activation="silu", cu_seqlens=cu_seqlens, segment_ids=ids, implementation="pallas"
+        )[0]
         y, pull = jax.vjp(f, x, weight, bias, state)
         return y, *pull(dy)
 
@@ -45,7 +47,7 @@ def test_update_copies_no_pool():
     x, pool = spec(8, 1, 512, dtype=jnp.bfloat16), spec(2048, 3, 512)
 
     def run(x, pool, weight, slots):
-        return causal_conv1d_update(x, pool, weight, state_indices=slots)
+        return causal_conv1d_update(x, pool, weight, activation="silu", state_indices=slots)
 
     program = compile_for(run, x, pool, spec(512, 4), spec(8, dtype=jnp.int32), donate_argnums=(1,))
     assert program.memory_analysis().temp_size_in_bytes < 2**20
@@ -60,8 +62,9 @@ def test_a_step_goes_through_no_loop(D, W, tokens, dtype, chip):
 
     def run(x, pool, weight, cu_seqlens, slots, decodes):
         return causal_conv1d_update(
-            x, pool, weight, cu_seqlens=cu_seqlens, state_indices=slots, num_decodes=decodes, implementation="pallas"
-        )
+            x, pool, weight, activation="silu", cu_seqlens=cu_seqlens, state_indices=slots, num_decodes=decodes,
+            implementation="pallas",
+        )  # fmt: skip
 
     given = x, pool, spec(D, W), spec(9, dtype=jnp.int32), slots, spec(dtype=jnp.int32)
     program = compile_for(run, *given, chip=chip, auto_layout=True, donate_argnums=(1,))

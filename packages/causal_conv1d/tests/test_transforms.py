@@ -31,7 +31,7 @@ class TestConvolution(stages.TransformTests, stages.PackTests, stages.ErrorTests
         results=("y", "final_state"),
         inputs=tokens,
         shared=dict(weight=WEIGHT),
-        options=dict(output_final_state=True),
+        options=dict(output_final_state=True, activation="silu"),
         split=("x", "initial_state"),
     )
 

@@ -266,7 +266,7 @@ ELSEWHERE = {
     "inplace_final_state",
 }
 # Of the stages, and of the convolution.
-OF_PARTS = "chunk_indices cu_seqlens_cpu head_first"
+OF_PARTS = "chunk_indices cu_seqlens_cpu head_first residual cache"
 OPERATIONS = [
     getattr(pipeline, name) for name in pipeline.__all__ if name.startswith(("chunk_", "recurrent_", "ragged_"))
 ]

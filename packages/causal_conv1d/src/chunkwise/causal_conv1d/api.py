@@ -53,6 +53,17 @@ def _check_weights(weight, bias, D: int) -> int:
     return W
 
 
+def _check_initial_state(initial_state, x, shape: tuple[int, int, int]) -> None:
+    """Check the initial states; by position flash-linear-attention has a residual there, of the shape of x."""
+    found = getattr(initial_state, "shape", None)
+    checks.check(
+        found != x.shape or found == shape,
+        f"`initial_state` must have shape [N, W-1, D] = {shape}; got {found}, the shape of `x`, which `residual` has, "
+        "the fourth argument of flash-linear-attention: add a residual to the result.",
+    )
+    checks.check_array("initial_state", initial_state, "N W-1 D", shape)
+
+
 @unknown_arguments.explained
 def causal_conv1d(
     x: jax.Array,
@@ -61,7 +72,7 @@ def causal_conv1d(
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
     *,
-    activation: str | None = "silu",
+    activation: str | None = None,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
@@ -83,9 +94,10 @@ def causal_conv1d(
       bias: [D], of any of these types, or None for zeros.
       initial_state: the W - 1 inputs before every sequence [N, W - 1, D], the oldest first, of any of these types; None
         for zeros. The final state has the same type, whatever the type of x is, so a `lax.scan` can carry it.
-        causal-conv1d and vLLM hold it as [N, D, W - 1], and flash-linear-attention as [N, D, W] with one input more.
+        causal-conv1d and vLLM hold it as [N, D, W - 1], and flash-linear-attention as [N, D, W] with one input more. By
+        position flash-linear-attention has a residual [B, T, D] here, which is added to the result.
       output_final_state: whether to return the last inputs; static.
-      activation: "silu", "sigmoid" or None for the identity; static.
+      activation: "silu", "sigmoid" or None for the identity; static. The layers of models have "silu".
       cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Sequences may be empty; tokens from
         cu_seqlens[N] on are padding. The values are checked outside of jit only.
       segment_ids: int32 [B, T], traced, instead of cu_seqlens: a sequence begins where the id changes, and tokens with
@@ -131,7 +143,7 @@ def causal_conv1d(
     segment_ids = checks.as_int32(segment_ids)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        checks.check_array("initial_state", initial_state, "N W-1 D", (N, W - 1, D))
+        _check_initial_state(initial_state, x, (N, W - 1, D))
     checks.check_activation(activation)
     checks.check_flags(output_final_state=output_final_state)
     implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
@@ -195,7 +207,7 @@ def causal_conv1d_update(
     weight: jax.Array,
     bias: jax.Array | None = None,
     *,
-    activation: str | None = "silu",
+    activation: str | None = None,
     cu_seqlens: jax.Array | None = None,
     state_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
@@ -229,7 +241,7 @@ def causal_conv1d_update(
       x, weight, bias, activation, cu_seqlens: as in `causal_conv1d`. In a serving step, a boundary that is less than
         the one before it acts as the one before it, and a boundary above T acts as T.
       states: the last W - 1 inputs of every sequence [N, W - 1, D], or with state_indices a pool [slots, W - 1, D], of
-        any floating type, which the result has, too.
+        float32, bfloat16 or float16, which the result has, too.
       state_indices: int32 [N], traced: the slot of every sequence. No slot may be named twice, which is checked outside
         of jit. A sequence with a negative slot starts from zeros and its state is dropped, so negative slots may
         repeat. A slot past the end acts as a negative one. In a serving step also [N, U]: the state after token t of a

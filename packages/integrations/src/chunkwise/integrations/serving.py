@@ -53,5 +53,5 @@ def convolve(x, pool, weight, bias, kernel_size: int, step: dict[str, Any], impl
     checks.check(weight.shape == wanted, f"`conv_weight` must have shape {wanted}; got {weight.shape}.")
     # A wrong name passes here, because the operator refuses it.
     name = running.AROUND.get(implementation, "pallas")
-    y, pool = causal_conv1d_update(x[None], pool, weight[:, 0], bias, **step, implementation=name)
+    y, pool = causal_conv1d_update(x[None], pool, weight[:, 0], bias, activation="silu", **step, implementation=name)
     return y[0], pool

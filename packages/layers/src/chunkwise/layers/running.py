@@ -288,10 +288,12 @@ class Sequences:
         """Return convolution i with SiLU, of the channels x [B, T, C] of `heads` heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]
         if before is not None and self.output_cache and self._decodes(x):
-            return causal_conv1d_update(x, before, weight, bias, sharding=division.split_heads(self.sharding, heads))
+            return causal_conv1d_update(
+                x, before, weight, bias, activation="silu", sharding=division.split_heads(self.sharding, heads)
+            )
         return causal_conv1d(
-            x, weight, bias, before, self.output_cache, **self._packing, implementation=AROUND[self.implementation],
-            sharding=division.split_heads(self.sharding, heads),
+            x, weight, bias, before, self.output_cache, activation="silu", **self._packing,
+            implementation=AROUND[self.implementation], sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):
@@ -351,8 +353,8 @@ class Serving:
     def convolve(self, i: int, x, weight, bias, heads: int):
         """Return convolution i with SiLU, and its pool after the step."""
         return causal_conv1d_update(
-            x, self.pool.conv[i], weight, bias, **self._conv_slots, implementation=AROUND[self.implementation],
-            sharding=division.split_heads(self.sharding, heads),
+            x, self.pool.conv[i], weight, bias, activation="silu", **self._conv_slots,
+            implementation=AROUND[self.implementation], sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
     def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:

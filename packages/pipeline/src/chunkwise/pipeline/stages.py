@@ -150,8 +150,12 @@ def _norm_inputs(case: cases.Case) -> dict:
 PARTS = (
     Stage(
         "causal_conv1d",
-        lambda x, C, **o: causal_conv1d(x["x"], x["weight"], x["bias"], x["initial_state"], True, **o),
-        lambda x, cu, C: mixer_oracle.causal_conv1d(x["x"], x["weight"], x["bias"], x["initial_state"], cu_seqlens=cu),
+        lambda x, C, **o: causal_conv1d(
+            x["x"], x["weight"], x["bias"], x["initial_state"], True, activation="silu", **o
+        ),
+        lambda x, cu, C: mixer_oracle.causal_conv1d(
+            x["x"], x["weight"], x["bias"], x["initial_state"], name="silu", cu_seqlens=cu
+        ),
         ("x", "weight", "bias", "initial_state"),
         ("y", "final_state"),
         lambda *, H, HV, K, V, C, **sizes: causal_conv1d_cost(D=2 * H * K + HV * V, W=_WIDTH, **sizes),

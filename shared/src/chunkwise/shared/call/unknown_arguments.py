@@ -38,6 +38,9 @@ INSTEAD = {
     "inplace_final_state": "leave it out; with `state_indices` the final states are the new pool, and jit with "
     "`donate_argnames` updates it in place.",
     "output_dtype": "leave it out, and cast the result.",
+    "residual": "leave it out, and add it to the result of a convolution, or to `x` before a norm.",
+    "cache": "call it `states`, without the oldest of its W inputs and with channels last: "
+    "`jnp.swapaxes(cache, -1, -2)[:, 1:]`.",
 }
 """What to do instead, by the name of the argument. Some functions here do have one of these arguments."""
 

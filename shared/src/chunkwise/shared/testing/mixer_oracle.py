@@ -54,7 +54,7 @@ def activation_slope(x: np.ndarray, name: str | None) -> np.ndarray:
 
 
 def causal_conv1d(
-    x, weight, bias=None, initial_state=None, *, name: str | None = "silu", cu_seqlens=None, segment_ids=None
+    x, weight, bias=None, initial_state=None, *, name: str | None = None, cu_seqlens=None, segment_ids=None
 ):  # fmt: skip
     """Return (y, final state) of the short convolution, token by token; zeros for tokens of no sequence."""
     x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
@@ -73,7 +73,7 @@ def causal_conv1d(
     return y, final
 
 
-def causal_conv1d_gradients(x, weight, dy, *, name: str | None = "silu") -> tuple[np.ndarray, np.ndarray]:
+def causal_conv1d_gradients(x, weight, dy, *, name: str | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the gradients of x and of the weight through the convolution of whole rows, without bias and states."""
     x, weight, dy = (np.asarray(y, np.float64) for y in (x, weight, dy))
     T, W = x.shape[1], weight.shape[1]
