@@ -1,7 +1,10 @@
 """The config of a layer out of the settings of a model, as its file has them, and as `to_dict()` gives them."""
 
+import contextlib
+import dataclasses
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -65,17 +68,17 @@ MODELS = {
     "nemotron_h": (
         dict(
             mamba_num_heads=4, mamba_head_dim=24, ssm_state_size=16, n_groups=2, conv_kernel=4, use_bias=False,
-            use_conv_bias=True, layer_norm_epsilon=1e-2, time_step_min=0.5, time_step_limit=(0.0, 1.0), expand=2,
+            use_conv_bias=True, layer_norm_epsilon=1e-2, time_step_min=0.5, time_step_limit=(0.25, 1.0), expand=2,
             mamba_hidden_act="silu", mamba_proj_bias=True,
         ),
-        Mamba2Config(64, 2, 4, 16, 24, eps=1e-2, dt_limit=(0.5, math.inf)),
+        Mamba2Config(64, 2, 4, 16, 24, eps=1e-2, dt_limit=(0.25, 1.0)),
     ),
     "zamba2": (
         dict(
             n_mamba_heads=4, mamba_headdim=32, mamba_d_state=16, mamba_ngroups=2, mamba_d_conv=4, mamba_expand=2,
             add_bias_linear=False, use_conv_bias=False, time_step_min=0.5, hidden_act="gelu",
         ),
-        Mamba2Config(64, 2, 4, 16, 32, eps=1e-5, dt_limit=(0.5, math.inf)),
+        Mamba2Config(64, 2, 4, 16, 32, eps=1e-5),
     ),
     "falcon_h1": (
         MIXER | FALCON,
@@ -135,7 +138,9 @@ def test_other_names_are_passed(name):
     others = dict(
         unsloth_version="2026.3.4", quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
         rope_scaling=None, moe_layer_freq=1, mamba_ssm_dtype="float32", mamba_chunk_size=256, attn_output_gate=True,
-        linear_a_log_min=0.0, conv_initializer_range=None, gated_linear_unit=True, weight_decay=0.1,
+        linear_a_log_min=0.0, conv_initializer_range=None, gated_linear_unit=True, weight_decay=0.1, ema_decay=0.99,
+        lr_decay_steps=10, linear_rope_scaling=2.0, rope_deltas=[1], conv_stem=True, mamba_cache_dtype="float32",
+        exponential_decay_length_penalty=[5, 1.1], linear_gate_power=None,
     )  # fmt: skip
     assert config_from(settings(name, **others), layer=2) == MODELS[name][1]
 
@@ -176,10 +181,10 @@ LAYERS = {
     "Bamba-9B": Mamba2Config(4096, 1, 128, 128, 64),
     "Granite-4.0-H-Tiny": Mamba2Config(1536, 1, 48, 128, 64),
     "Granite-4.0-H-350M, of 4 bits": Mamba2Config(768, 1, 48, 128, 32),
-    "Nemotron-H-8B": Mamba2Config(4096, 8, 128, 128, 64, dt_limit=(0.001, math.inf)),
-    "Nemotron-3-Nano-30B-A3B": Mamba2Config(2688, 8, 64, 128, 64, dt_limit=(0.001, math.inf)),
-    "Nemotron-3.5-Lightning-30B-A3B": Mamba2Config(2688, 8, 64, 128, 64, dt_limit=(0.001, math.inf)),
-    "Zamba2-7B, at first": Mamba2Config(3584, 2, 112, 64, 64, dt_limit=(0.001, math.inf)),
+    "Nemotron-H-8B": Mamba2Config(4096, 8, 128, 128, 64),
+    "Nemotron-3-Nano-30B-A3B": Mamba2Config(2688, 8, 64, 128, 64),
+    "Nemotron-3.5-Lightning-30B-A3B": Mamba2Config(2688, 8, 64, 128, 64),
+    "Zamba2-7B, at first": Mamba2Config(3584, 2, 112, 64, 64),
     "Falcon-H1-0.5B": Mamba2Config(
         1024, 1, 24, 128, 64, norm=None, in_multiplier=1.25,
         multipliers=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738),
@@ -196,9 +201,11 @@ def test_every_published_file_has_its_layer():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files(name):
-    assert config_from(PUBLISHED[name], layer=2) == LAYERS[name]
+    # The third layer of the shortened file of Nemotron-3.5 is attention.
+    layer = 0 if name.startswith("Nemotron-3.5") else 2
+    assert config_from(PUBLISHED[name], layer=layer) == LAYERS[name]
     text = PUBLISHED[name].get("text_config")
-    assert config_from(PUBLISHED[name] if text is None else text, layer=2) == LAYERS[name]
+    assert config_from(PUBLISHED[name] if text is None else text, layer=layer) == LAYERS[name]
 
 
 def test_ling_2_has_another_layer():
@@ -276,7 +283,7 @@ def test_settings_of_falcon_h1():
         ("kimi_linear", dict(linear_allow_neg_eigval=True), r"`hf_config.linear_allow_neg_eigval` must be one of"),
         ("mamba2", dict(rms_norm=False), r"`hf_config.rms_norm` must be one of \(True,\) for this layer; got False"),
         ("olmo_hybrid", dict(linear_use_gate=False), r"`hf_config.linear_use_gate` must be one of \(True,\)"),
-        ("zamba2", dict(time_step_limit=[0.0, 1.0]), r"`hf_config.time_step_limit` must be one of"),
+        ("zamba2", dict(time_step_limit=[1.0, 0.5]), r"`hf_config.time_step_limit` must be two rising numbers"),
         ("bamba", dict(mamba_expand=3), "`hf_config.mamba_expand` must make 128 channels, .*; got 192"),
         ("falcon_h1", dict(mamba_d_ssm=64), r"`hf_config.mamba_d_ssm` must be one of \(128,\) .*; got 64"),
         ("llama", {}, r"`hf_config.model_type` must be one of \['bailing_hybrid', .*'zamba2'\]; got 'llama'"),
@@ -292,3 +299,137 @@ def test_wrong_arguments():
         config_from(settings("minimax"))
     with pytest.raises(ValueError, match="`hf_config` must be a config of transformers; got str"):
         config_from("qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("settings", "layer", "message"),
+    [
+        (dict(model_type="granitemoehybrid", layer_types=["attention"]), None, "must have a layer of linear attention"),
+        (dict(model_type="qwen3_next"), 3, "`layer` must be the number of a layer with linear attention; got 3"),
+        (dict(model_type="qwen3_next", full_attention_interval=3), 2, "a layer with linear attention; got 2"),
+        (dict(model_type="bailing_moe_v3"), 5, "a layer with linear attention; got 5"),
+        (dict(model_type="bamba", attn_layer_indices=[9, 18, 27]), 9, "a layer with linear attention; got 9"),
+        (dict(model_type="kimi_linear", linear_attn_config=dict(kda_layers=[1, 3])), 1, "linear attention; got 1"),
+        (dict(model_type="kimi_linear"), 4, "a layer with linear attention; got 4"),
+        (dict(model_type="nemotron_h", hybrid_override_pattern="M-*"), 1, "a layer with linear attention; got 1"),
+        (dict(model_type="nemotron_h", layers_block_type=["mamba", "moe"]), 1, "a layer with linear attention; got 1"),
+        (PUBLISHED["MiniMax-Text-01"], 7, "a layer with linear attention; got 7"),
+        (PUBLISHED["MiniMax-Text-01-hf"], 7, "a layer with linear attention; got 7"),
+        (PUBLISHED["MiniMax-Text-01"], 80, "`layer` must be below 80, the layers of the model; got 80"),
+        (dict(model_type="mamba2"), -1, "`layer` must be a whole number from 0 on; got -1"),
+        (dict(model_type="mamba2"), 1.5, "`layer` must be a whole number from 0 on; got 1.5"),
+    ],
+)  # fmt: skip
+def test_layers_without_linear_attention(settings, layer, message):
+    with pytest.raises(ValueError, match=message):
+        config_from(settings, layer)
+
+
+def test_limits_of_time_steps():
+    """The limit is in `time_step_limit`; the other settings of time steps are for a new model."""
+    made = lambda **change: config_from(dict(model_type="nemotron_h", time_step_min=0.001) | change).dt_limit
+    assert made() == made(time_step_limit=None) == made(time_step_limit=[0.0, 1e308]) == (0.0, math.inf)
+    assert made(time_step_limit=[0.0, "Infinity"]) == (0.0, math.inf)
+    assert made(mamba_dt_limit=[0.1, 2]) == (0.1, 2.0)
+    zamba = dict(model_type="zamba2", mamba_headdim=64, time_step_min=0.001)
+    assert config_from(zamba).dt_limit == (0.0, math.inf)
+    assert config_from(zamba | dict(time_step_limit=[0.1, 2])).dt_limit == (0.1, 2.0)
+
+
+def test_groups_of_nemotron():
+    for groups in (dict(n_groups=2), dict(mamba_num_groups=2), dict(n_groups=2, mamba_num_groups=2)):
+        assert config_from(dict(model_type="nemotron_h") | groups).H == 2
+    with pytest.raises(ValueError, match=r"`hf_config.mamba_num_groups` must be one of \(2,\) for this layer; got 4"):
+        config_from(dict(model_type="nemotron_h", n_groups=2, mamba_num_groups=4))
+
+
+def nested(depth: int, key: str | None = None):
+    value = 1
+    for _ in range(depth):
+        value = [value] if key is None else {key: value}
+    return value
+
+
+# What a setting never is, and what only some settings are.
+HOSTILE = [
+    "false", "x", "", "1e-6", [], {}, [[1]], {"a": 1}, nested(3000), nested(3000, "text_config"), 10**400, -(10**400),
+    math.nan, -math.inf, True, 0, -1, 1.5, b"1", {"__float__": "x"}, {"__float__": [1]}, ["nan"] * 5, [math.nan] * 5,
+    [None, None], (0.0,), object(),
+]  # fmt: skip
+TABLES = (
+    "text_config",
+    "llm_config",
+    "linear_attn_config",
+    "layer_types",
+    "model_type",
+    "time_step_limit",
+    "ssm_multipliers",
+)
+
+
+def is_sound(made, expected) -> bool:
+    """Return whether all sizes of a config are of the types that they should have, and no number is infinite or NaN."""
+    plain = lambda x: x if isinstance(x, tuple) else (x,)
+    for field in dataclasses.fields(expected):
+        value, known = getattr(made, field.name), getattr(expected, field.name)
+        finite = all(not isinstance(x, float) or math.isfinite(x) for x in plain(value)) or field.name == "dt_limit"
+        if not finite or (value is not None and known is not None and type(value) is not type(known)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hostile_settings(name):
+    """Whatever a file has, the result is a config of right types or a ValueError."""
+    own, draw = settings(name), random.Random(name)
+    changes = [{setting: value} for setting in (*own, *TABLES) for value in HOSTILE]
+    changes += [{each: draw.choice(HOSTILE) for each in draw.sample([*own, *TABLES], 3)} for _ in range(100)]
+    for change in changes:
+        with contextlib.suppress(ValueError):
+            assert is_sound(config_from(own | change, layer=2), MODELS[name][1]), change
+    for layer in (1.5, True, "2", math.nan, 10**400, -1, [2]):
+        with pytest.raises(ValueError, match="`layer` must be"):
+            config_from(own, layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("falcon_h1", dict(mamba_rms_norm="false"), "`hf_config.mamba_rms_norm` must be true or false; got 'false'"),
+        (
+            "kimi_linear",
+            dict(linear_attn_config=dict(no_kda_lora="x")),
+            r"linear_attn_config.no_kda_lora` must be true or",
+        ),
+        (
+            "kimi_linear",
+            dict(linear_attn_config=[1]),
+            r"`hf_config.linear_attn_config` must be a table of settings; got",
+        ),
+        ("qwen3_next", dict(text_config="x"), "`hf_config.text_config` must be a table of settings; got 'x'"),
+        ("qwen3_next", dict(rms_norm_eps=math.inf), "`hf_config.rms_norm_eps` must be a finite number; got inf"),
+        ("qwen3_next", dict(rms_norm_eps=True), "`hf_config.rms_norm_eps` must be a finite number; got True"),
+        ("qwen3_next", dict(hidden_size="64"), "`hf_config.hidden_size` must be a whole number above 0; got '64'"),
+        ("qwen3_next", dict(linear_num_key_heads=1.5), "`hf_config.linear_num_key_heads` must be a whole number above"),
+        (
+            "qwen3_next",
+            dict(model_type=["qwen3_next"]),
+            r"`hf_config.model_type` must be one of .*; got \['qwen3_next'\]",
+        ),
+        (
+            "falcon_h1",
+            dict(ssm_multipliers=[math.nan] * 5),
+            "`hf_config.ssm_multipliers` must be a list of finite numb",
+        ),
+        ("mamba2", dict(time_step_limit=5), "`hf_config.time_step_limit` must be two rising numbers from 0 on; got 5"),
+        (
+            "minimax",
+            dict(num_attention_heads=0),
+            "`hf_config.num_attention_heads` must be a whole number above 0; got 0",
+        ),
+        ("bamba", dict(layer_types=5), "`hf_config.layer_types` must be a list; got 5"),
+    ],
+)
+def test_types_of_settings(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        config_from(settings(name, **change), layer=2)

@@ -80,6 +80,19 @@ def test_settings(name):
     assert jax.tree.structure(shardings(config, {}).weights) == jax.tree.structure(made)
 
 
+def test_random_weights_obey_the_multipliers():
+    """They are of the size of a checkpoint's weights, which the layer multiplies."""
+    plain, scaled = (Mamba2Config(D, H, HV, K, V, W, norm=None, **change) for change in ({}, SCALED))
+    weights = init_mamba2_mixer(jax.random.key(0), scaled)
+    assert all(map(np.array_equal, weights[:5], init_mamba2_mixer(jax.random.key(0), plain)[:5]))
+    z, v, k, q, dt = (0.5 * factor for factor in SCALED["multipliers"])
+    folded = weights._replace(q=weights.q * q, k=weights.k * k, v=weights.v * v, z=weights.z * z, dt=weights.dt * dt)
+    x = jax.random.normal(jax.random.key(1), (1, T, D))
+    y, _ = mamba2_mixer(x, weights, scaled, implementation="xla")
+    expected, _ = mamba2_mixer(x, folded, plain, implementation="xla")
+    assert_close("y", y, expected, 1e-5)
+
+
 def test_wrong_settings():
     sizes = (D, H, HV, K, V, W)
     with pytest.raises(ValueError, match=r"`norm` must be one of \('after', 'before', None\); got 'first'"):

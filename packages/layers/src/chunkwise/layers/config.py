@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import re
 from typing import Any, ClassVar
 
@@ -15,6 +16,18 @@ _GATES = ("silu", "sigmoid")
 _NORMS = ("after", "before", None)
 # The default of a size that must be given.
 _LEFT_OUT: Any = None
+_MOST = float(np.finfo(np.float32).max)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, and finite in float32, in which layers compute."""
+    real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return real and abs(value) <= _MOST
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +65,10 @@ class LayerConfig:
     def __post_init__(self):
         for name in ("D", "H", "HV", "K", "V", "W"):
             size = getattr(self, name)
-            whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-            checks.check(whole and int(size) > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
+            checks.check(is_whole(size) and int(size) > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
         checks.check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
         checks.check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
-        checks.check(self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
+        checks.check(is_number(self.eps) and self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
 
     @classmethod
     def check(cls, config) -> None:
@@ -71,7 +83,9 @@ class LayerConfig:
 
 def _check_lower_bound(bound: float | None) -> None:
     """Check the bound of a decay, which selects its law."""
-    checks.check(bound is None or bound < 0, f"`lower_bound` must be None or below 0; got {bound!r}.")
+    checks.check(
+        bound is None or (is_number(bound) and bound < 0), f"`lower_bound` must be None or below 0; got {bound!r}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +155,9 @@ class KimiDeltaAttentionConfig(LayerConfig):
             object.__setattr__(self, "HV", self.H)
         super().__post_init__()
         checks.check_flags(full_rank_gate=self.full_rank_gate)
-        checks.check(self.R is None or self.R > 0, f"`R` must be None or above 0; got {self.R!r}.")
+        checks.check(
+            self.R is None or (is_whole(self.R) and self.R > 0), f"`R` must be None or above 0; got {self.R!r}."
+        )
         _check_lower_bound(self.lower_bound)
 
 
@@ -157,11 +173,11 @@ class Mamba2Config(LayerConfig):
       V: channels of a head, `head_dim`. A state is [K, V].
       W: width of the short convolution, `conv_kernel`: how many tokens it reads, from 2 to 8.
       conv_bias: whether the convolutions have a bias.
-      dt_limit: the least and the largest time step; transformers limits the steps of a prefill only.
+      dt_limit: the least and the largest time step, of prefills and of decodes.
       norm: "after" for a norm after the gate, "before" for a norm before it, None for a gate without a norm.
       in_bias, out_bias: whether the projections at the beginning have a bias, and the projection at the end.
-      in_multiplier, multipliers: factors of a checkpoint: of the hidden states, and of the results of projections in
-        the order z, v, k, q, dt; `load_mamba2_mixer` makes them part of the weights.
+      in_multiplier, multipliers: factors, in Falcon-H1: of the hidden states, and of the results of projections in the
+        order z, v, k, q, dt.
     """
 
     eps: float = 1e-5
@@ -179,9 +195,14 @@ class Mamba2Config(LayerConfig):
         known = self.norm in _NORMS
         checks.check(known, f"`norm` must be one of {_NORMS}; got {self.norm!r}.")
         five = isinstance(self.multipliers, tuple) and len(self.multipliers) == 5
+        five = five and all(map(is_number, self.multipliers))
         checks.check(five, f"`multipliers` must be a tuple of 5 numbers; got {self.multipliers!r}.")
-        low, high = self.dt_limit
-        checks.check(0 <= low < high, f"`dt_limit` must rise from at least 0; got {self.dt_limit}.")
+        number = is_number(self.in_multiplier)
+        checks.check(number, f"`in_multiplier` must be a finite number; got {self.in_multiplier!r}.")
+        pair = isinstance(self.dt_limit, tuple) and len(self.dt_limit) == 2
+        rises = pair and all(is_number(x) or x == math.inf for x in self.dt_limit)
+        rises = rises and 0 <= self.dt_limit[0] < self.dt_limit[1]
+        checks.check(rises, f"`dt_limit` must rise from at least 0; got {self.dt_limit!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +221,9 @@ class LightningAttentionConfig(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("layer", "layers"):
+            value = getattr(self, name)
+            checks.check(is_whole(value), f"`{name}` must be a whole number; got {value!r}.")
         checks.check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
 
     @property

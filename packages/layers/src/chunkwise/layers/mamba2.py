@@ -75,10 +75,9 @@ def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights
     q, k, v = c.channels
     # The order of a checkpoint: the gate, then x, B and C, which go through the convolution, then the time step.
     sizes = v, v, k, q, c.HV
-    scale = np.repeat(np.asarray(c.multipliers, np.float32), sizes)
-    split = lambda x, scale: jnp.split((x * scale).astype(x.dtype), np.cumsum(sizes)[:-1], axis=-1)
-    z, v_, k_, q_, dt = split(found.matrix("in_proj", c.D, sum(sizes)), c.in_multiplier * scale)
-    in_bias = split(found.read("in_proj.bias", sum(sizes)), scale) if c.in_bias else ()
+    split = lambda x: jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
+    z, v_, k_, q_, dt = split(found.matrix("in_proj", c.D, sum(sizes)))
+    in_bias = split(found.read("in_proj.bias", sum(sizes))) if c.in_bias else ()
     conv = found.convolutions(("x", "B", "C"), (v, k, q), c.W)
     bias = tuple(jnp.split(found.read("conv1d.bias", v + k + q), [v, v + k])) if c.conv_bias else ()
     return Mamba2Weights(
@@ -88,6 +87,22 @@ def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights
         in_bias=tuple(in_bias[i] for i in (3, 2, 1, 0, 4)) if c.in_bias else (),
         out_bias=found.read("out_proj.bias", c.D) if c.out_bias else (),
     )  # fmt: skip
+
+
+def _project(x, w: Mamba2Weights, c: config.Mamba2Config) -> list[jax.Array]:
+    """Return the projections q, k, v, z and dt of hidden states, with their biases and factors."""
+    z, v, k, q, dt = c.multipliers
+    projected = []
+    for i, factor in enumerate((q, k, v, z, dt)):
+        y = running.project(x, (w.q, w.k, w.v, w.z, w.dt)[i])
+        if c.in_multiplier == factor == 1:
+            projected.append(y + w.in_bias[i].astype(y.dtype) if c.in_bias else y)
+            continue
+        # A factor in bfloat16 would have an error of its own.
+        u = y.astype(jnp.float32) * c.in_multiplier
+        u = u + w.in_bias[i].astype(jnp.float32) if c.in_bias else u
+        projected.append((u * factor).astype(y.dtype))
+    return projected
 
 
 def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
@@ -100,17 +115,14 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
         o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
         y       = W_out rms_norm(o silu(W_z x))                                 one norm for each of H groups of heads
 
-    or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias. The state of the cache is
-    [N, HV, K, V]; transformers holds it as [N, HV, V, K].
+    or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias and factors. The state of
+    the cache is [N, HV, K, V]; transformers holds it as [N, HV, V, K].
 
     Accuracy: with random weights 1e-5 relative to transformers' layer in float32.
     Cost: 2 B T D (2 H K + 3 HV V + HV) flops for the projections, and the cost of the operator.
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
-    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v, w.z, w.dt)]
-    if config.in_bias:
-        projected = [y + bias.astype(y.dtype) for y, bias in zip(projected, w.in_bias, strict=True)]
-    *projected, z, dt = projected
+    *projected, z, dt = _project(x, w, config)
     (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv, w.bias)
     # A softplus is never below 0, so the default limit needs no operation.
     dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)

@@ -175,7 +175,17 @@ class Checkpoint:
         if "conv1d" in self:
             whole = self.read("conv1d", sum(channels), 1, W)[:, 0]
             return tuple(jnp.split(whole, np.cumsum(channels)[:-1]))
-        return tuple(self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, channels, strict=True))
+        rows = self._rows(f"{names[0]}_conv1d")
+        equal = sum(channels) // len(channels)
+        # transformers saves three equal parts of what OLMo-hybrid has, whatever channels are queries, keys and values.
+        saved = (equal,) * len(channels) if rows == equal and sum(channels) % len(channels) == 0 else channels
+        parts = [self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, saved, strict=True)]
+        return tuple(parts if saved == channels else jnp.split(jnp.concatenate(parts), np.cumsum(channels)[:-1]))
+
+    def _rows(self, name: str) -> int | None:
+        """Return the first dimension of an array that is still to be read; None if there is no such array."""
+        shape = jnp.shape(self.arrays[self.left[name]]) if name in self else ()
+        return shape[0] if shape else None
 
     def matrices(self, names: tuple[str, ...], rows: int, columns: tuple[int, ...]) -> tuple[jax.Array, ...]:
         """Return projections, which are under one name each, or all in one matrix, such as "qkv_proj"."""
