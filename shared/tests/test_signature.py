@@ -36,6 +36,17 @@ def test_records_by_name():
     assert got == (Arguments(1, 2, 3, scale=4), options, "xla")
 
 
+def test_a_size_of_chunks_in_the_place_of_the_scale():
+    """A scale by name, or of another value, is what it says."""
+    made = signature.of(run)(chunk)
+    with pytest.warns(UserWarning, match=r"^`scale` is 64 by position, where transformers has `chunk_size`") as caught:
+        made(1, 2, 3, 64)
+    assert caught[0].filename == __file__
+    made(1, 2, 3, 64.0)
+    made(1, 2, 3, 2)
+    made(1, 2, 3, scale=64)
+
+
 def test_a_pool_is_the_initial_state():
     x = Arguments(1, 2, 3, initial_state=4, slots=Slots(5, num_decodes=0))
     assert signature.of(run)(ragged)(1, 2, 3, 4, 5) == (x, Options(output_final_state=True), None)

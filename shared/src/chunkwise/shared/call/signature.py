@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from chunkwise.shared import tuning
 from chunkwise.shared.call import docstrings, unknown_arguments
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.call.gates import GateActivation
@@ -31,6 +32,7 @@ def of(
         parameters = inspect.signature(function).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         check = unknown_arguments.explained(function)
+        scale = [*parameters].index("scale") if "scale" in parameters else None
         renamed = {old: new for old, new in RENAMED.items() if new in parameters}
 
         @functools.wraps(function)
@@ -40,6 +42,7 @@ def of(
                     kwargs = with_new_name(function.__name__, kwargs, old, new)
             # The body is empty: this call only makes Python raise its error where the arguments do not fit.
             check(*args, **kwargs)
+            warn_chunk_size(args[scale] if scale is not None and len(args) > scale else None)
             return run(*to_records(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
 
         return cast("Function", call)
@@ -53,6 +56,15 @@ def with_new_name(function: str, kwargs: dict[str, Any], old: str, new: str) -> 
         raise TypeError(f"{function}() got '{new}' and '{old}', which is the old name of the same argument")
     warnings.warn(f"`{old}` is deprecated: call it `{new}`.", DeprecationWarning, stacklevel=3)
     return {new if name == old else name: value for name, value in kwargs.items()}
+
+
+def warn_chunk_size(scale: Any) -> None:
+    """Warn the caller of the function of a scale by position that looks like the size of chunks, as elsewhere."""
+    if type(scale) is int and scale in tuning.CHUNK_SIZES:
+        warnings.warn(
+            f"`scale` is {scale} by position, where transformers has `chunk_size`: name the argument that you mean.",
+            stacklevel=3,
+        )
 
 
 def to_records(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:

@@ -1,0 +1,65 @@
+"""The tables of pages that say what differs by position between a function of another library and ours."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from chunkwise import causal_conv1d, norm_gated, pipeline
+
+DOCS = Path(__file__).parents[2] / "docs"
+# | `theirs` | `ours` | order there | order here |
+ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\w+(?:, \w+)*) \| (\w+(?:, \w+)*) \|$", re.MULTILINE)
+# | `module`: `theirs`, `theirs` | `ours`, `ours` |
+PAIR = re.compile(r"^\| `[\w.]+`: `(\w+)`, `(\w+)` \| `(\w+)`, `(\w+)` \|$", re.MULTILINE)
+
+
+class Difference(NamedTuple):
+    """A row of such a table."""
+
+    theirs: str
+    ours: str
+    there: list[str]
+    here: list[str]
+
+
+def differences(page: str) -> list[Difference]:
+    """Return the functions of which a page says that their order differs."""
+    text = (DOCS / f"{page}.md").read_text()
+    return [Difference(theirs, ours, *(x.split(", ") for x in orders)) for theirs, ours, *orders in ROW.findall(text)]
+
+
+def pairs(page: str) -> list[tuple[str, str]]:
+    """Return the names of theirs and ours of which a page says that one takes the place of the other."""
+    rows = PAIR.findall((DOCS / f"{page}.md").read_text())
+    return [pair for *theirs, a, b in rows for pair in zip(theirs, (a, b), strict=True)]
+
+
+def order_here(name: str) -> list[str]:
+    """Return the arguments of our function that a call may give by position."""
+    module = next(module for module in (pipeline, causal_conv1d, norm_gated) if name in module.__all__)
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
+def order_there(name: str, paths: list[Path]) -> list[str]:
+    """Return the arguments by position of a function in one of these files, which need not be importable."""
+    found = set()
+    for text in (path.read_text() for path in paths):
+        if f"\ndef {name}(" in text:
+            functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+            (function,) = (node for node in functions if node.name == name)
+            found.add(tuple(argument.arg for argument in function.args.args))
+    (order,) = found
+    return [*order]
+
+
+def check(rows: list[Difference], paths: list[Path]) -> None:
+    """Check that both functions of each row have the order that the page says, and that the orders differ."""
+    assert rows
+    for row in rows:
+        here, there = order_here(row.ours), order_there(row.theirs, paths)
+        assert row.here == here, row.ours
+        assert row.there == there[: len(row.there)], row.theirs
+        assert any(a != b for a, b in zip(there, here, strict=False)), row.theirs
