@@ -19,7 +19,10 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.mesh import devices, partition
-from chunkwise.shared.serving import decode, decode_kernel, run
+from chunkwise.shared.serving import decode, run
+
+# The options that are read where an operator runs token by token.
+_OF_TOKENS = frozenset({"use_qk_l2norm_in_kernel", "min_gate"})
 
 Results = tuple[jax.Array, jax.Array | None]
 
@@ -45,7 +48,7 @@ class Operator:
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         x = arguments.check_shared(x, options)
         arguments.warn_head_first(x, options)
-        chosen = self._choose(implementation, x, options)
+        chosen = implementations.choose(self.implementations, implementation, x, options)
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
@@ -56,10 +59,12 @@ class Operator:
         self.check(x, options)
         x = arguments.check_shared(x, options)
         decode.check_states(x)
-        name = checks.choose_implementation(
-            implementation, ("fused", "xla"), "fused" if decode_kernel.fits(x) else "xla"
-        )
-        chosen = Implementation(name, functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd", name))
+        run_by = functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd")
+        known = {
+            name: Implementation(name, functools.partial(run_by, name), options=_OF_TOKENS, limit=limit)
+            for name, limit in (("fused", decode.limit), ("xla", lambda x, options: None))
+        }
+        chosen = implementations.choose(known, implementation, x, options)
         return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
@@ -68,23 +73,12 @@ class Operator:
         self.check(x, options)
         x = arguments.check_shared(x, options)
         x, options = run.check_step(x, options)
-        chosen = self._choose(implementation, x, options)
+        chosen = implementations.choose(self.implementations, implementation, x, options)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         step = functools.partial(run.run_step, name, chosen, strict=strict)
         o, pool = _located(chosen, x, options, step, "states")()
         assert pool is not None
         return o, pool
-
-    def _choose(self, implementation: str | None, x: Arguments, options: Options) -> Implementation:
-        """Return the implementation that was asked for, or for None the best that takes these sizes."""
-        known = self.implementations
-        best = next(name for name, each in known.items() if each.fits(x, options))
-        chosen = known[checks.choose_implementation(implementation, tuple(known), best)]
-        checks.check(
-            options.config is None or chosen.name == "fused",
-            f'`config` must be None unless the implementation is "fused"; got {options.config} for "{chosen.name}".',
-        )
-        return chosen
 
 
 def _located(

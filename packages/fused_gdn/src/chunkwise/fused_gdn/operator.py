@@ -22,7 +22,6 @@ def check(x: Arguments, options: Options) -> None:
 def config_for(x: Arguments, options: Options) -> config.Config:
     """Return the tile sizes for these arguments, checked."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    fused.check_channels(x)
     sizes = options.config or config.default_for(H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V))
     for name in ("heads", "heads_bwd"):
         heads = getattr(sizes, name)
@@ -87,6 +86,6 @@ KERNELS = fused.Kernels(
 OPERATOR = define(
     "gated_delta_rule",
     check,
-    fused.implementation(KERNELS, fused.holds_states),
-    plain(xla.RULE),
+    fused.implementation(KERNELS, fused.most_channels, "use_qk_l2norm_in_kernel"),
+    plain(xla.RULE, "use_qk_l2norm_in_kernel"),
 )

@@ -48,20 +48,21 @@ def _per_channel(x: Arguments) -> bool:
     return x.g is not None and x.g.ndim == 4
 
 
-def fits(x: Arguments, options: Options) -> bool:
-    """Return whether the kernels take these arguments, forward and backward."""
-    return options.config is not None or _default_config(x, options) is not None
+def limit(x: Arguments, options: Options) -> str | None:
+    """Return why the kernels do not take these arguments, forward and backward; None if they do."""
+    if options.config is not None or _default_config(x, options) is not None:
+        return None
+    return (
+        f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it than '
+        f'there is: use implementation="xla".'
+    )
 
 
 def config_for(x: Arguments, options: Options) -> config.Config:
     """Return the tile sizes for these arguments, checked."""
     H, HV = x.q.shape[2], x.v.shape[2]
     sizes = options.config or _default_config(x, options)
-    if sizes is None:
-        raise NotImplementedError(
-            f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it '
-            f'than there is: use implementation="xla".'
-        )
+    assert sizes is not None
     checks.check(
         all(tuning.divides_groups(n, H, HV) for n in (sizes.heads, sizes.heads_bwd)) and sizes.num_steps >= 1,
         f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
@@ -120,6 +121,6 @@ KERNELS = fused.Kernels(
 )
 
 
-_IMPLEMENTATIONS = fused.implementation(KERNELS, fits), plain(xla.RULE)
+_IMPLEMENTATIONS = fused.implementation(KERNELS, limit), plain(xla.RULE)
 GLA = define("gla", _check_by_channel, *_IMPLEMENTATIONS)
 SIMPLE_GLA = define("simple_gla", _check_by_head, *_IMPLEMENTATIONS)

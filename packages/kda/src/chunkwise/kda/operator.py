@@ -15,6 +15,9 @@ from chunkwise.shared.kernels import chunking, layout, matmul, packed
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 
+# The options that the kernels and the plain form read.
+OPTIONS = "use_qk_l2norm_in_kernel", "min_gate"
+
 
 def check(x: Arguments, options: Options) -> None:
     """Check the tensors of the operator, and the promise about its gates."""
@@ -35,7 +38,6 @@ def check_bound(options: Options) -> None:
 def config_for(x: Arguments, options: Options) -> config.Config:
     """Return the tile sizes for these arguments, checked."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    fused.check_channels(x)
     sizes = options.config or config.default_for(
         H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize,
         gates=(x.b is not None) + (x.w is not None),
@@ -110,6 +112,6 @@ KERNELS = fused.Kernels(
 OPERATOR = define(
     "kda",
     check,
-    fused.implementation(KERNELS, fused.holds_states, raw_gates=True),
-    plain(xla.RULE),
+    fused.implementation(KERNELS, fused.most_channels, *OPTIONS, raw_gates=True),
+    plain(xla.RULE, *OPTIONS),
 )

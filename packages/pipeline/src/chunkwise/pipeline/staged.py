@@ -105,7 +105,8 @@ def _gla_states(x: Arguments, options: Options) -> tuple[Any, Any, tuple]:
 
 def register_all() -> None:
     """Add the chains to the operators."""
-    delta = Implementation("staged", delta_rule, map_delta_rule, at_once=True)
+    options = frozenset({"use_qk_l2norm_in_kernel", "min_gate"})
+    delta = Implementation("staged", delta_rule, map_delta_rule, at_once=True, options=options)
     for operator in (gdn.OPERATOR, kda.OPERATOR, two_keys.GDN2, two_keys.COMBA):
         _register(operator, delta, _delta_states)
     for operator in (gla_operators.GLA, gla_operators.SIMPLE_GLA):

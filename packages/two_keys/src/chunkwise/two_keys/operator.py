@@ -38,8 +38,8 @@ def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
     return define(
         name,
         check,
-        fused.implementation(kernels, fused.holds_states, raw_gates=True),
-        plain(xla.RULE),
+        fused.implementation(kernels, fused.most_channels, *kda.OPTIONS, raw_gates=True),
+        plain(xla.RULE, *kda.OPTIONS),
     )
 
 

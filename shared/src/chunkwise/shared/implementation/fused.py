@@ -35,8 +35,7 @@ class Kernels(NamedTuple):
     """The fused kernels of an operator, and the other things that differ between operators.
 
     Attributes:
-      config_for: from arguments and options to the tile sizes, which are `options.config` where it is given. Raises
-        NotImplementedError where a head is too large for fast memory.
+      config_for: from arguments and options to the tile sizes, which are `options.config` where it is given.
       static_for: from arguments, options with a config, and the names of the arguments whose gradients are requested to
         the static description of a launch, a `FusedStatic`.
       lay_out: from arguments, static, and whether the launch is a backward to the floating-point operands. It is linear
@@ -74,26 +73,38 @@ class Kernels(NamedTuple):
     owner_repeats: Callable[[Any], int] = lambda static: 1
 
 
-def holds_states(x: Arguments, options: Options) -> bool:
-    """Return whether the states of a head are so small that the kernels of a delta rule hold them whole."""
-    return max(x.q.shape[3], x.v.shape[3]) <= state_map.MOST_CHANNELS
+def most_channels(x: Arguments, options: Options) -> str | None:
+    """Return why the kernels of a delta rule, which hold the states of a head whole, do not take x; None if they do."""
+    if max(x.q.shape[3], x.v.shape[3]) <= state_map.MOST_CHANNELS:
+        return None
+    return (
+        f'"fused" takes K and V up to {state_map.MOST_CHANNELS}; got {x.q.shape[3]} and {x.v.shape[3]}; use '
+        f'implementation="xla".'
+    )
 
 
-def check_channels(x: Arguments) -> None:
-    """Raise NotImplementedError where the states of a head are too large."""
-    if max(x.q.shape[3], x.v.shape[3]) > state_map.MOST_CHANNELS:
-        raise NotImplementedError(
-            f'"fused" takes K and V up to {state_map.MOST_CHANNELS}; got {x.q.shape[3]} and {x.v.shape[3]}; use '
-            f'implementation="xla".'
-        )
+def implementation(
+    kernels: Kernels, limit: Callable[[Arguments, Options], str | None], *options: str, raw_gates: bool = False
+) -> Implementation:
+    """Return the implementation of an operator by its kernels.
 
-
-def implementation(kernels: Kernels, fits: Callable[[Arguments, Options], bool], raw_gates=False) -> Implementation:
-    """Return the implementation of an operator by its kernels; `fits` says which sizes they take."""
+    Args:
+      kernels: the kernels.
+      limit: says why they do not take arguments, see `Implementation`.
+      *options: the names of the options that they read, beside tile sizes.
+      raw_gates: whether they take raw gates, see `Implementation`.
+    """
     of = lambda function: functools.partial(function, kernels)
+
+    def limit_of_pool(x: Arguments, options: Options) -> str | None:
+        # No TPU loads float16. The states are the first array of a pool.
+        if x.slots is not None and jax.tree.leaves(x.initial_state)[0].dtype == jnp.float16:
+            return '"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".'
+        return limit(x, options)
+
     return Implementation(
-        "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled), fits=fits, raw_gates=raw_gates,
-        knows_segments=True,
+        "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled),
+        options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, knows_segments=True,
     )  # fmt: skip
 
 

@@ -13,6 +13,13 @@ from chunkwise.shared.implementation import platforms
 from chunkwise.shared.plain import chunks, segments
 from chunkwise.shared.plain.state_map import StateMap, augment_with_identity, map_by_running
 
+# The options that the code around implementations reads, and those that every implementation reads. An implementation
+# names the others that it reads in `Implementation.options`.
+_READ_BY_ALL = frozenset({
+    "output_final_state", "chunk_size", "activation", "sharding", "context_axis", "block_size", "decode_tokens",
+    "scale", "large_steps",
+})  # fmt: skip
+
 
 class Implementation(NamedTuple):
     """One way to compute an operator. Its functions take prepared arguments, see `prepare`.
@@ -33,7 +40,10 @@ class Implementation(NamedTuple):
       chunk_states: from arguments and options of a packed batch with states to the states before all chunks, which
         restart at every sequence: [1, NT, HV, K, V], meaningless for the first chunk of a sequence. None if there is
         `pooled`.
-      fits: whether it takes arguments of these sizes.
+      options: the names of the fields of `Options` that it reads, beside those that all implementations read. A call
+        that sets another one gets an error, or for `implementation=None` another implementation.
+      limit: from arguments and options to the sentence that says why it does not take arguments of these sizes and
+        types, None if it does.
       raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
         and erase keys and values of every value head, see `arguments.with_final_gates`.
       knows_segments: whether it takes segment ids; the others get gates that forget everything where a segment begins.
@@ -46,9 +56,45 @@ class Implementation(NamedTuple):
     at_once: bool = False
     pooled: Callable[[Arguments, Options, Any], tuple[jax.Array, jax.Array]] | None = None
     chunk_states: Callable[[Arguments, Options], jax.Array] | None = None
-    fits: Callable[[Arguments, Options], bool] = lambda x, options: True
+    options: frozenset[str] = frozenset()
+    limit: Callable[[Arguments, Options], str | None] = lambda x, options: None
     raw_gates: bool = False
     knows_segments: bool = False
+
+    def unread(self, options: Options) -> list[str]:
+        """Return the names of the options that are set, and that it does not read."""
+        known, default = _READ_BY_ALL | self.options, Options()
+        values = {name: value for name, value in options._asdict().items() if name not in known}
+        return [name for name, value in values.items() if value is not None and value != getattr(default, name)]
+
+    def check_limit(self, x: Arguments, options: Options) -> None:
+        """Raise NotImplementedError where it does not take arguments of these sizes and types."""
+        if (limit := self.limit(x, options)) is not None:
+            raise NotImplementedError(limit)
+
+
+def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, options: Options) -> Implementation:
+    """Return the implementation that was asked for, or for None the best that reads the options and takes the sizes.
+
+    Args:
+      known: implementations by name, the best for a TPU first.
+      asked: the user's name of an implementation, or None.
+      x, options: checked arguments and options.
+
+    Raises:
+      NotImplementedError: an option is set that the implementation does not read.
+    """
+    if asked is None:
+        able = [name for name, each in known.items() if not each.unread(options)]
+        best = next((name for name in able if known[name].limit(x, options) is None), "xla")
+        name = checks.choose_implementation(None, tuple(known), best)
+        # Plain JAX is the best where there is no TPU, unless it does not read an option.
+        asked = name if name in able else best
+    chosen = known[checks.choose_implementation(asked, tuple(known), asked)]
+    if unread := chosen.unread(options):
+        value = checks.shown(getattr(options, unread[0]))
+        raise NotImplementedError(f'"{chosen.name}" does not read `{unread[0]}`; got {value}.')
+    return chosen
 
 
 def in_plain_jax(function: Callable) -> Callable:
@@ -63,8 +109,11 @@ def in_plain_jax(function: Callable) -> Callable:
     return run
 
 
-def plain(rule: chunks.Rule) -> Implementation:
-    """Return the implementation "xla" of an operator by its rule; GPUs go through the chunks in a way of their own."""
+def plain(rule: chunks.Rule, *options: str) -> Implementation:
+    """Return the implementation "xla" of an operator by its rule, which reads these options.
+
+    GPUs go through the chunks in a way of their own.
+    """
 
     def on(gpu: bool, x: Arguments, options: Options, **more: Any) -> chunks.Results:
         options = with_chunk_size("gpu" if gpu and rule.delta else "xla", x, options)
@@ -96,7 +145,9 @@ def plain(rule: chunks.Rule) -> Implementation:
         return platforms.choose(functools.partial(find, True), functools.partial(find, False), x)
 
     found = in_plain_jax(state_map) if rule.delta else None
-    return Implementation("xla", in_plain_jax(run), found, chunk_states=in_plain_jax(chunk_states))
+    return Implementation(
+        "xla", in_plain_jax(run), found, chunk_states=in_plain_jax(chunk_states), options=frozenset(options)
+    )  # fmt: skip
 
 
 def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
@@ -111,6 +162,7 @@ def prepare(implementation: Implementation, x: Arguments, options: Options) -> t
 
     Plain JAX chooses a chunk size itself, by the platform.
     """
+    implementation.check_limit(x, options)
     chosen = with_chunk_size(implementation.name, x, options)
     x, options = arguments.choose_scale(x, options if implementation.name == "xla" else chosen)
     return arguments.with_final_gates(x, options, implementation.raw_gates)

@@ -32,10 +32,11 @@ def check_states(x: Arguments) -> None:
         checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
 
 
-def check_pool_type(dtype) -> None:
-    """Check that the kernels take a pool of this type: no TPU kernel takes float16."""
-    if dtype == jnp.float16:
-        raise NotImplementedError('"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".')
+def limit(x: Arguments, options: Options) -> str | None:
+    """Return why no kernel takes a few tokens of every sequence; None if one does."""
+    if x.slots is not None and x.slots.state_indices is not None and x.initial_state.dtype == jnp.float16:
+        return '"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".'
+    return decode_kernel.limit(x)
 
 
 def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False):
@@ -69,15 +70,12 @@ def run_tokens(
       x: prepared arguments: gates g per head [B, T, HV] or per channel [B, T, HV, K], and g_gamma, which is added to g;
         both are None for no decay, and beta is None without the delta rule. With slots.state_indices, x.initial_state
         is a pool [slots, HV, K, V].
-      options: the options of the operator; chunk_size and min_gate are not read.
+      options: the options of the operator.
       precomputed: always None.
 
     Returns:
       o [B, T, HV, V] and the states after the tokens, None unless options.output_final_state: the pool in its type, in
       which slots without a sequence keep every bit; without a pool [N, HV, K, V] float32.
-
-    Raises:
-      NotImplementedError: "fused", if the pool is float16, or the tokens and states do not fit into VMEM.
     """
     one = x.cu_seqlens is None and x.q.shape[1] == 1
     static = DecodeStatic(1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
@@ -92,7 +90,6 @@ def run_tokens(
     if implementation == "xla":
         o, states = _plain(static, x, pool, slots)
     else:
-        check_pool_type(pool.dtype)
         leaves, structure = jax.tree.flatten((x, pool, slots))
         o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
     return launcher.scaled(o, scale), states if options.output_final_state else None

@@ -188,10 +188,15 @@ def key_heads_a_step(x: Arguments) -> int | None:
     return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])
 
 
-def fits(x: Arguments) -> bool:
-    """Return whether the kernel takes these arguments."""
-    pooled = x.slots is not None and x.slots.state_indices is not None
-    return key_heads_a_step(x) is not None and not (pooled and x.initial_state.dtype == jnp.float16)
+def limit(x: Arguments) -> str | None:
+    """Return why the kernel does not take these arguments; None if it does."""
+    if key_heads_a_step(x) is not None:
+        return None
+    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    return (
+        f'"fused" takes a few tokens per sequence; {B * T} tokens and states [{K}, {V}] of {HV // H} value heads for '
+        f'a key head do not fit into VMEM: use the chunked operator or implementation="xla".'
+    )
 
 
 def recurrent_cost(
@@ -237,10 +242,7 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
     (B, T, H, K), (HV, V), N, W = x.q.shape, x.v.shape[2:], routes.source.shape[0], static.W
     group, key_heads = HV // H, key_heads_a_step(x)
     if key_heads is None:
-        raise NotImplementedError(
-            f'"fused" takes a few tokens per sequence; {B * T} tokens and states [{K}, {V}] of {group} value '
-            f'heads for a key head do not fit into VMEM: use the chunked operator or implementation="xla".'
-        )
+        raise NotImplementedError(limit(x))
     heads, blocks = key_heads * group, H // key_heads
     source, target = pools.resident_slots(routes.source, routes.target.reshape(-1))
     tables = dict(

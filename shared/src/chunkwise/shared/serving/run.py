@@ -58,14 +58,13 @@ def run_step(
       x, options: arguments that `check_step` returned.
       strict: whether decodes that do not fit into a kernel are an error; otherwise they go in plain JAX.
     """
+    implementation.check_limit(x, options)
     slots: Any = x.slots
     pool = state_pool.as_pool(x.initial_state)
     # The pool is returned in the form that the caller gave: an array or a StatePool.
     returned = (lambda after: after) if pool is x.initial_state else (lambda after: after.states)
     step = step_table.find_step(x.cu_seqlens, slots, pool.shape[0], x.v.shape[1], options.decode_tokens)
     x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
-    if implementation.pooled is not None:
-        decode.check_pool_type(pool.states.dtype)
     accepted = slots.num_accepted_tokens
     if slots.num_decodes is None:
         o, pool = _prefill(x, pool, step.prefills, options, implementation, accepted)
