@@ -92,21 +92,22 @@ def test_types(layer, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("cached", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("cached", "states"), [(jnp.float32, jnp.float16), (jnp.bfloat16, jnp.float32)])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_scan_carries_a_cache(layer, cached, dtype):
+def test_a_scan_carries_a_cache(layer, cached, states, dtype):
     """A prompt in pieces of any length inside `lax.scan`, whatever types the hidden states and the cache have."""
     config, run = LAYERS[layer], getattr(layers, layer)
     weights = jax.eval_shape(lambda: getattr(layers, f"init_{layer}")(jax.random.key(0), config))
 
-    def scan(weights, pieces):
-        step = lambda cache, x: run(x, weights, config, cache, True, implementation="xla")[::-1]
-        return jax.lax.scan(step, layers.empty_cache(config, 2, cached), pieces)
+    def scan(weights, pieces, implementation):
+        step = lambda cache, x: run(x, weights, config, cache, True, implementation=implementation)[::-1]
+        return jax.lax.scan(step, layers.empty_cache(config, 2, cached, states), pieces)
 
-    for T in (1, 3, 8):
-        cache, y = jax.eval_shape(scan, weights, jax.ShapeDtypeStruct((4, 2, T, config.D), dtype))
+    for T, each in ((1, "xla"), (1, "fused"), (3, "xla"), (8, "xla")):
+        pieces = jax.ShapeDtypeStruct((4, 2, T, config.D), dtype)
+        cache, y = jax.eval_shape(functools.partial(scan, implementation=each), weights, pieces)
         assert y.dtype == dtype
-        assert cache.state.dtype == jnp.float32
+        assert cache.state.dtype == states
         assert all(x.dtype == cached for x in cache.conv)
         _, cache = jax.eval_shape(
             lambda x, w: run(x, w, config, None, True, implementation="xla"),
@@ -114,6 +115,7 @@ def test_a_scan_carries_a_cache(layer, cached, dtype):
             weights,
         )
         assert all(x.dtype == dtype for x in cache.conv)
+        assert cache.state.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -198,19 +198,22 @@ def test_types_of_first_weights(name):
         assert {leaf.dtype for leaf in found} == {jnp.dtype(want)}, part
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kept", "tolerance"),
+    [("bfloat16", "bfloat16", 2e-2), ("bfloat16", "float32", 2e-2), ("float16", "float16", 3e-3)],
+)
 @layers
-def test_types(name):
-    """bfloat16 hidden states with float32 or bfloat16 weights give bfloat16, as exact as its rounding."""
-    x, w = make(name)
-    x, layer = jnp.asarray(x, jnp.bfloat16), LAYERS[name]
-    low = layer.init(jax.random.key(0), layer.config, jnp.bfloat16)
-    keep = lambda like, y: jnp.asarray(y, like.dtype)
-    rounded = jax.tree.map(keep, low, w)
-    for weights in (rounded, jax.tree.map(lambda y: y.astype(jnp.float32), rounded)):
-        y, cache = compiled(name, "xla")(x, weights, None, {})
-        assert y.dtype == jnp.bfloat16
-        assert cache.state.dtype == jnp.float32
-        assert_close("y", y, oracle(name, x, weights)[0], 2e-2)
+def test_types(name, dtype, kept, tolerance):
+    """Hidden states of few bits, with weights of the same or of more, give their type, as exact as its rounding."""
+    (x, w), layer = make(name), LAYERS[name]
+    low = layer.init(jax.random.key(0), layer.config, dtype)
+    rounded = jax.tree.map(lambda like, y: jnp.asarray(y, like.dtype), low, w)
+    weights = jax.tree.map(lambda y: y.astype(jnp.promote_types(y.dtype, kept)), rounded)
+    x = jnp.asarray(x, dtype)
+    y, cache = compiled(name, "xla")(x, weights, None, {})
+    assert y.dtype == dtype
+    assert cache.state.dtype == jnp.float32
+    assert_close("y", y, oracle(name, x, weights)[0], tolerance)
 
 
 @pytest.fixture(scope="module", params=LAYERS)

@@ -94,7 +94,7 @@ class _Layer(nnx.Module):
         """Run the layer over hidden states.
 
         Args:
-          x: hidden states [B, T, D], float32 or bfloat16.
+          x: hidden states [B, T, D], float32, bfloat16 or float16.
           decode: whether these tokens, one or many, continue the cache, which is updated; static.
           cu_seqlens: boundaries of the sequences of a packed row, int32 [N + 1]; B must be 1.
           segment_ids: int32 [B, T], instead of `cu_seqlens`: a sequence begins where the id changes, and a token with

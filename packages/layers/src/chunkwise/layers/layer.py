@@ -31,9 +31,9 @@ class OverSequences(Protocol[Config, Weights]):
           rest.
 
         Args:
-          x: hidden states [B, T, D], float32 or bfloat16. Products with weights are in this type; gates, the norm, and
-            the parts of the operator that its docstring names are float32.
-          weights: the weights of the layer, of any floating type.
+          x: hidden states [B, T, D], float32, bfloat16 or float16. Products with weights are in this type; gates, the
+            norm, and the parts of the operator that its docstring names are float32.
+          weights: the weights of the layer, of these types.
           config: sizes of the layer; static.
           cache: the cache of N sequences, from a call with the tokens before; None to start from zeros. With a cache
             and one token in each row the operator decodes. Under jit, donate the cache, and it is updated in place.
@@ -50,8 +50,8 @@ class OverSequences(Protocol[Config, Weights]):
           context_axis: the axes of a mesh, inside a `shard_map`, over which T is split.
 
         Returns:
-          y [B, T, D] in the type of x, and the cache, None unless asked for. x, the weights and the cache have
-          gradients.
+          y [B, T, D] in the type of x, and the cache, None unless asked for, in the types of the cache that came in. x,
+          the weights and the cache have gradients.
 
         Raises:
           ValueError: an argument has the wrong rank, shape or type.

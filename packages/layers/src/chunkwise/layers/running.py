@@ -70,8 +70,8 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
       N: sequences or slots.
       dtype: the type of the inputs of the convolutions, which they keep. The type of the hidden states holds them
         exactly.
-      state_dtype: the type of the states. A layer over whole sequences always returns float32 states; a pool keeps its
-        type.
+      state_dtype: the type of the states, float32, bfloat16 or float16, which they keep. Other types than float32
+        round them after every call.
     """
     _CONFIG.check(config)
     return Cache(_no_inputs(config, N, dtype), jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
@@ -301,11 +301,12 @@ class Sequences:
         operator, packing, implementation = operators.chunk, self._packing, self.implementation
         if self._decodes(arrays[0]):
             operator, packing, implementation = operators.recurrent, {}, _DECODE[implementation]
-        return operator(
-            *arrays, initial_state=None if self.cache is None else self.cache.state,
-            output_final_state=self.output_cache, **options, **packing, implementation=implementation,
-            sharding=self.sharding,
+        before = None if self.cache is None else self.cache.state
+        o, state = operator(
+            *arrays, initial_state=before, output_final_state=self.output_cache, **options, **packing,
+            implementation=implementation, sharding=self.sharding,
         )  # fmt: skip
+        return o, state if before is None or state is None else state.astype(before.dtype)
 
 
 @dataclass(frozen=True)
