@@ -22,7 +22,7 @@ _MOST = float(np.finfo(np.float32).max)
 def is_number(value: Any) -> bool:
     """Return whether a value is a number, and finite in float32, in which layers compute."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return real and abs(value) <= _MOST
+    return bool(real and abs(value) <= _MOST)
 
 
 def is_whole(value: Any) -> bool:

@@ -1,38 +1,57 @@
 """The files of a checkpoint; an array is read from them when a layer asks for it."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 
 from chunkwise.layers import arrays
 from chunkwise.shared.call import checks
 
 # The names of the files of a checkpoint, as transformers and others have them.
-_ONE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# The types of arrays, by their names in the format safetensors.
-_TYPES = dict(
-    BOOL="bool", U8="uint8", I8="int8", U16="uint16", I16="int16", U32="uint32", I32="int32", U64="uint64", I64="int64",
-    F8_E4M3="float8_e4m3fn", F8_E5M2="float8_e5m2", F8_E8M0="float8_e8m0fnu", F16="float16", BF16="bfloat16",
-    F32="float32", F64="float64",
+ONE, INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+# The types that the library has arrays of numpy for, by their names in the format safetensors, and their bits.
+_NUMPY = dict(BOOL=8, U8=8, I8=8, U16=16, I16=16, F16=16, U32=32, I32=32, F32=32, U64=64, I64=64, F64=64)
+# The types that are views of bytes, with their names.
+_VIEWS = dict(
+    BF16=("bfloat16", 16), F8_E4M3=("float8_e4m3fn", 8), F8_E5M2=("float8_e5m2", 8), F8_E8M0=("float8_e8m0fnu", 8),
+    F8_E4M3FNUZ=("float8_e4m3fnuz", 8), F8_E5M2FNUZ=("float8_e5m2fnuz", 8), F4=("float4_e2m1fn", 4),
 )  # fmt: skip
+# The bits of other types, which lie between the arrays that are read.
+_BITS = dict(C64=64, F6_E2M3=6, F6_E3M2=6) | _NUMPY | {name: bits for name, (_, bits) in _VIEWS.items()}
+
+
+class _Place(NamedTuple):
+    """Where an array is: its file, its type by the format's name, its shape and its first byte."""
+
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
 
 
 class _Arrays(Mapping):
     """Arrays by name; each access reads one out of a file of the format safetensors."""
 
-    def __init__(self, files: list[Path]):
-        self._places = {name: (file, *place) for file in files for name, place in _header(file).items()}
+    def __init__(self, places: Mapping[str, _Place]):
+        self._places = places
 
     def __getitem__(self, name: str) -> Any:
-        file, kind, shape, begin, end = self._places[name]
-        checks.check(kind in _TYPES, f"`directory` must have {name!r} of one of {[*_TYPES]}; got {kind!r}.")
-        read = np.fromfile(file, np.uint8, end - begin, offset=begin)
-        checks.check(read.size == end - begin, f"`directory` must have {name!r} whole; {file.name} ends in it.")
-        return read.view(jnp.dtype(_TYPES[kind])).reshape(shape)
+        place = self._places[name]
+        valid = place.kind in _NUMPY or place.kind in _VIEWS
+        rule = f"`directory` must have {name!r} of one of {[*_NUMPY, *_VIEWS]}"
+        checks.check(valid, f"{rule}; got {place.kind!r} in {place.file.name}.")
+        try:
+            return _read(name, place) if place.kind in _NUMPY else _view(name, place)
+        except (OSError, safetensors.SafetensorError) as error:
+            rule = f"`directory` must have {name!r} whole in {place.file.name}"
+            raise ValueError(f"{rule}, as it was at the call; got: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -41,58 +60,160 @@ class _Arrays(Mapping):
         return len(self._places)
 
 
-def _header(file: Path) -> dict[str, tuple]:
-    """Return the type, the shape, the begin and the end of each array of a file, in bytes from its start."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        valid = size <= file.stat().st_size - 8
-        checks.check(valid, f"`directory` must have files of the format safetensors; got {str(file)!r}.")
-        named = json.loads(opened.read(size))
-    named.pop("__metadata__", None)
-    place = lambda x: (x["dtype"], tuple(x["shape"]), *(8 + size + offset for offset in x["data_offsets"]))
-    return {name: place(x) for name, x in named.items()}
+def _read(name: str, place: _Place) -> np.ndarray:
+    """Return an array that the library reads, which checks the whole file again."""
+    with safetensors.safe_open(place.file, framework="numpy") as opened:
+        x = opened.get_tensor(name)
+    if tuple(x.shape) != place.shape:
+        raise OSError(f"shape {x.shape} in the place of {place.shape}")
+    return x
+
+
+def _view(name: str, place: _Place) -> np.ndarray:
+    """Return an array of a type that the library has no array of numpy for, out of the bytes that it found."""
+    kind, bits = _VIEWS[place.kind]
+    count = math.prod(place.shape) * bits // 8
+    read = np.fromfile(place.file, np.uint8, count, offset=place.begin)
+    if read.size != count:
+        raise OSError(f"the file ends after {read.size} of {count} bytes")
+    if bits == 4:
+        # Two numbers in a byte, the first one in its lower half.
+        read = np.stack([read & 15, read >> 4], axis=-1)
+    return read.view(jnp.dtype(kind)).reshape(place.shape)
+
+
+def _places(file: Path) -> dict[str, _Place]:
+    """Return the places of all arrays of a file, which the library has found without a fault."""
+    try:
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            shaped = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in found]
+        with file.open("rb") as plain:
+            begin = 8 + int.from_bytes(plain.read(8), "little")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"`directory` must have files of the format safetensors; got {str(file)!r}: {error}"
+        ) from error
+    places = {}
+    for name, kind, shape in shaped:
+        # The arrays of a valid file follow one another without a gap.
+        bits = _BITS.get(kind)
+        known = f"`directory` must have {name!r} of one of {[*_BITS]}"
+        checks.check(bits is not None, f"{known}; got {kind!r} in {file.name}.")
+        places[name] = _Place(file, kind, shape, begin)
+        begin += math.prod(shape) * (bits or 0) // 8
+    return places
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    """Return the table of a JSON file, in which no name is there twice."""
+
+    def table(pairs):
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        checks.check(not twice, f"`directory` must have {file.name} with every name once; got {twice[:20]} again.")
+        return dict(pairs)
+
+    try:
+        text = file.read_text()
+        found = json.loads(text, object_pairs_hook=table)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"`directory` must have {file.name} of JSON; got {str(file)!r}: {error}") from error
+    valid = isinstance(found, dict)
+    checks.check(valid, f"`directory` must have {file.name} with a table; got {type(found).__name__}.")
+    return found
 
 
 def _quantization(directory: Path) -> Mapping[str, Any] | None:
     """Return the part of a checkpoint's config about weights of 8 bits, or None."""
     if not (file := directory / _CONFIG).exists():
         return None
-    found = json.loads(file.read_text())
-    return found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config")
+    _check_regular(file)
+    found = _json(file)
+    text = found.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    quantization = found.get("quantization_config") or nested
+    valid = quantization is None or isinstance(quantization, dict)
+    checks.check(valid, f"`directory` must have {_CONFIG} with a table `quantization_config`; got {quantization!r}.")
+    return quantization
+
+
+def _block_size(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Return the rows and columns of a block that has a scale, if a checkpoint says it."""
+    size = (quantization or {}).get("weight_block_size")
+    pair = isinstance(size, list) and len(size) == 2 and all(type(x) is int and x > 0 for x in size)
+    rule = f"`directory` must have {_CONFIG} with two whole numbers as `weight_block_size`"
+    checks.check(size is None or pair, f"{rule}; got {size!r}.")
+    return None if size is None else (size[0], size[1])
+
+
+def _check_regular(file: Path) -> None:
+    """Check that a file is there, and no pipe or device, which a program would wait for."""
+    try:
+        found = file.is_file()
+    except (OSError, ValueError):
+        found = False
+    rule = f"`directory` must have {ONE} or {INDEX}, and what they name"
+    checks.check(found, f"{rule}; {str(file.parent)!r} lacks {[file.name]}.")
+
+
+def _shards(directory: Path) -> dict[str, list[str]]:
+    """Return the files that the index of a checkpoint names, with the names of the arrays of each."""
+    found = _json(directory / INDEX).get("weight_map")
+    index = found if isinstance(found, dict) else {}
+    checks.check(bool(index), f"`directory` must have {INDEX} with a `weight_map` of names; got {str(directory)!r}.")
+    files: dict[str, list[str]] = {}
+    for name, file in index.items():
+        path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath()
+        inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in str(path)
+        rule = f"`directory` must have {INDEX} with files inside of it"
+        checks.check(inside, f"{rule}; got {file!r} for {name!r}.")
+        files.setdefault(file, []).append(name)
+    return files
+
+
+def _sharded(directory: Path) -> dict[str, _Place]:
+    """Return the places of all arrays that the index names, each in the file that the index has for it."""
+    places: dict[str, _Place] = {}
+    owner: dict[str, str] = {}
+    shards = _shards(directory)
+    for file in shards:
+        _check_regular(directory / file)
+    for file, names in sorted(shards.items()):
+        found = _places(directory / file)
+        lost = sorted(set(names) - set(found))
+        checks.check(not lost, f"`directory` must have the arrays that {INDEX} names; {file} lacks {lost[:20]}.")
+        twice = {name: owner[name] for name in found if owner.setdefault(name, file) != file}
+        checks.check(not twice, f"`directory` must have every array in one file; {file} has again those of {twice}.")
+        places |= {name: found[name] for name in names}
+    return places
 
 
 def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
     """Return the arrays of a checkpoint by name; an array is read at each access.
 
-    The array that an access reads is numpy's, and nothing of it is kept. So `load_gated_delta_net(named, config,
-    prefix)`, or the same function of another layer, reads only the arrays of one layer. An array of float8 or int8 is
-    multiplied by its scales when it is read: scales of blocks, rows or the whole, under its name and "_scale_inv" or
-    "_scale". The array then has the type of the scales, or bfloat16 if their type has 8 bits. The mapping does not have
-    the names of scales.
+    The library safetensors reads the files, and refuses damaged ones. The array that an access reads is numpy's, and
+    nothing of it is kept. So `load_gated_delta_net(named, config, prefix)`, or the same function of another layer,
+    reads only the arrays of one layer. An array of float8, int8 or 4 bits is multiplied by its scales when it is read:
+    scales of blocks, rows or the whole, under its name and "_scale_inv" or "_scale". The array then has the type of the
+    scales, or bfloat16 if their type has 8 bits. The mapping does not have the names of scales.
 
     Args:
-      directory: has model.safetensors, or several files and model.safetensors.index.json. If there are scales of
-        blocks, it also has config.json, whose `quantization_config` has the size of blocks ("weight_block_size").
+      directory: has model.safetensors, or several files and model.safetensors.index.json. Its arrays are those that the
+        index names, each in the file of the index. Files may be links to files elsewhere. If there are scales of
+        blocks, the directory also has config.json, whose `quantization_config` has the size of blocks
+        ("weight_block_size").
 
     Raises:
-      ValueError: the directory has neither file, or lacks a file or an array that the index names; or an access finds
-        an array of float8 without scales, or scales of blocks that no config describes.
+      ValueError: the directory has neither file, or lacks a file or an array that the index names; a file is damaged,
+        lies outside of the directory, or has an array of another file; or an access finds an array of float8 without
+        scales, or scales of blocks that no config describes. The message names the file, and the array if there is one.
     """
     directory = Path(directory)
-    index: Mapping[str, str] = {}
-    files = [_ONE]
-    if (file := directory / _INDEX).exists():
-        index = json.loads(file.read_text()).get("weight_map") or {}
-        checks.check(
-            bool(index), f"`directory` must have {_INDEX} with a `weight_map` of names; got {str(directory)!r}."
-        )
-        files = sorted(set(index.values()))
-    missing = [file for file in files if not (directory / file).exists()]
-    rule = f"`directory` must have {_ONE} or {_INDEX}, and what they name"
-    checks.check(not missing, f"{rule}; {str(directory)!r} lacks {missing[:20]}.")
-    named = _Arrays([directory / file for file in files])
-    lost = sorted(set(index) - set(named))
-    checks.check(not lost, f"`directory` must have the arrays that {_INDEX} names; its files lack {lost[:20]}.")
+    if (directory / INDEX).exists():
+        _check_regular(directory / INDEX)
+        places = _sharded(directory)
+    else:
+        _check_regular(directory / ONE)
+        places = _places(directory / ONE)
     quantization = _quantization(directory)
-    size = (quantization or {}).get("weight_block_size")
-    return arrays.Numbers(named, tuple(size) if size else None, described=quantization is not None)
+    return arrays.Numbers(_Arrays(places), _block_size(quantization), described=quantization is not None)

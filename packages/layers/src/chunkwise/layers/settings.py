@@ -134,8 +134,8 @@ class Settings:
         """Return a whole number above 0."""
         return self._read("whole", name, *others)
 
-    def number(self, name: str, *others: str) -> float:
-        """Return a finite number."""
+    def number(self, name: str, *others: str) -> Any:
+        """Return a finite number, as float."""
         value = self._read("number", name, *others)
         return value if value is None else float(value)
 
