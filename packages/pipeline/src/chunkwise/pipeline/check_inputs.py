@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
@@ -113,7 +112,7 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
         y = getattr(x, name)
         if y is not None:
             where = inside if name in tokens else everywhere
-            yield _fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
+            yield checks.fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
     if x.g is not None and not raw.use_gate_in_kernel:
         yield from _gates("g", x.g, inside)
     if x.g_gamma is not None:
@@ -129,7 +128,7 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
     else:
         most = 2 if allow_neg_eigval else 1
         rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
-        yield _fault(inside((beta < 0) | (beta > most)), beta, rule)
+        yield checks.fault(inside((beta < 0) | (beta > most)), beta, rule)
     if not options.use_qk_l2norm_in_kernel:
         yield _lengths(x.k, x.k if x.p is None else x.p, beta, inside)
 
@@ -139,7 +138,7 @@ def _boundaries(cu_seqlens: jax.Array, T: int) -> checks.Fault:
     first = jnp.arange(cu_seqlens.shape[0]) == 0
     before = jnp.pad(cu_seqlens[:-1], (1, 0))
     wrong = (cu_seqlens < before) | (cu_seqlens > T) | (first & (cu_seqlens != 0))
-    return _fault(wrong, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {T}")
+    return checks.fault(wrong, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {T}")
 
 
 def _padding(segment_ids: jax.Array) -> checks.Fault:
@@ -148,7 +147,7 @@ def _padding(segment_ids: jax.Array) -> checks.Fault:
     trailing = later == 0
     padded = jnp.all(trailing | (segment_ids > 0), axis=1, keepdims=True) & ~jnp.all(trailing, axis=1, keepdims=True)
     rule = "`segment_ids` must be below 0 for padding, because 0 is a document"
-    return _fault(trailing & padded, segment_ids, rule, ", the first of the zeros that end a row")
+    return checks.fault(trailing & padded, segment_ids, rule, ", the first of the zeros that end a row")
 
 
 def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
@@ -156,8 +155,8 @@ def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
     decays = (g > 0) & (g <= 1)
     only = ~jnp.any(where(~decays))
     rule = f"`{name}` must be at most 0, the log of a decay"
-    yield _fault(where(decays) & only, g, rule, ", and all entries are from 0 to 1: take the log of a decay")
-    yield _fault(where(~(g <= 0)), g, rule)
+    yield checks.fault(where(decays) & only, g, rule, ", and all entries are from 0 to 1: take the log of a decay")
+    yield checks.fault(where(~(g <= 0)), g, rule)
 
 
 def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
@@ -173,22 +172,4 @@ def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> check
         if channels or p is not k
         else "`k` must have |k|^2 beta of at most 2, or states grow"
     )
-    return _fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")
-
-
-def _fault(wrong: jax.Array, y: jax.Array, rule: str, more: str = "") -> checks.Fault:
-    """Return the fault of an array that is `wrong` in some places; the message has the first one and its value."""
-    at = ", ".join(f"{{i{axis}}}" for axis in range(y.ndim))
-    integers = jnp.issubdtype(y.dtype, jnp.integer)
-    form, y = ("{value}", y) if integers else ("{value:g}", y.astype(jnp.float32))
-    return checks.Fault(jnp.any(wrong), f"{rule}; got {form} at [{at}]{more}.", lambda: _first(wrong, y))
-
-
-def _first(wrong: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """Return the indices and the value of the first wrong entry; reductions alone find it, which run on any mesh."""
-    found = {}
-    for axis in range(y.ndim):
-        others = tuple(other for other in range(y.ndim) if other != axis)
-        found[f"i{axis}"] = jnp.argmax(jnp.any(wrong, axis=others))
-        wrong &= lax.broadcasted_iota(jnp.int32, y.shape, axis) == found[f"i{axis}"]
-    return found | dict(value=jnp.sum(jnp.where(wrong, y, jnp.zeros((), y.dtype)), dtype=y.dtype))
+    return checks.fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import checkify
 
 from chunkwise.shared import compat, tuning
@@ -38,6 +39,24 @@ class Fault(NamedTuple):
     wrong: jax.Array
     message: str
     numbers: Callable[[], dict[str, Any]] = dict
+
+
+def fault(wrong: jax.Array, y: jax.Array, rule: str, more: str = "") -> Fault:
+    """Return the fault of an array that is `wrong` in some places; the message has the first one and its value."""
+    at = ", ".join(f"{{i{axis}}}" for axis in range(y.ndim))
+    integers = jnp.issubdtype(y.dtype, jnp.integer)
+    form, y = ("{value}", y) if integers else ("{value:g}", y.astype(jnp.float32))
+    return Fault(jnp.any(wrong), f"{rule}; got {form} at [{at}]{more}.", lambda: _first(wrong, y))
+
+
+def _first(wrong: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Return the indices and the value of the first wrong entry; reductions alone find it, which run on any mesh."""
+    found = {}
+    for axis in range(y.ndim):
+        others = tuple(other for other in range(y.ndim) if other != axis)
+        found[f"i{axis}"] = jnp.argmax(jnp.any(wrong, axis=others))
+        wrong &= lax.broadcasted_iota(jnp.int32, y.shape, axis) == found[f"i{axis}"]
+    return found | dict(value=jnp.sum(jnp.where(wrong, y, jnp.zeros((), y.dtype)), dtype=y.dtype))
 
 
 def are_known(arrays: Iterable[Any]) -> bool:
