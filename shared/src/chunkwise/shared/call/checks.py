@@ -144,6 +144,19 @@ def check_heads(H: int, HV: int, name: str = "v") -> None:
     check(HV % H == 0, f"`{name}` must have a multiple of the heads of `k`; got {HV} value heads for {H} key heads.")
 
 
+def check_value_heads(v, keys: tuple[int, ...]) -> tuple[int, int]:
+    """Check the values [B, T, HV, V] that belong to keys of shape (B, T, H, K), and return HV and V."""
+    (B, T, H, _), shape = keys, tuple(getattr(v, "shape", ()))
+    # Keys and values whose heads come first seem to have as many heads, and other tokens.
+    swapped = len(shape) == 4 and shape[0] == B and shape[2] == H and shape[1] > T and shape[1] % T == 0
+    wanted = f"[B, T, HV, V] = ({B}, {T}, any, any)"
+    instead = "head-first tensors, [B, H, T, K] and [B, HV, T, V], need `jnp.swapaxes(x, 1, 2)`"
+    check(not swapped, f"`v` must have shape {wanted}; got {shape}: {instead}.")
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    return HV, V
+
+
 def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
     """Check gates per head, of `shape` (B, T, HV), or gates per channel, of shape (B, T, HV, K); None passes."""
     if g is not None:
@@ -416,8 +429,7 @@ def check_gated(q, k, v, g, per_channel: bool) -> tuple[int, int, int, int, int,
     """Check queries, keys, values and gates per head or per channel, and return B, T, H, HV, K, V."""
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
+    HV, V = check_value_heads(v, (B, T, H, K))
     gate = (B, T, HV, K) if per_channel else (B, T, HV)
     check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
     return B, T, H, HV, K, V
