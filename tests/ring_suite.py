@@ -9,13 +9,15 @@ from chunkwise.shared.serving import decode_kernel, ring_kernel, run, state_pool
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
-# Gates per channel, a delta rule, erase keys, the type of the pool, tokens of a decode, and key heads.
+# Gates per channel, a delta rule, erase keys and what they read, the type of the pool, tokens of a decode, and key
+# heads.
 CASES = {
-    "gated_delta_rule": (False, True, False, "bfloat16", 1, 1),
-    "kda": (True, True, False, "int8", 2, 1),
-    "simple_gla": (False, False, False, "float32", 3, 2),
-    "gdn2": (True, True, True, "float32", 2, 1),
-    "comba": (False, True, True, "int8", 1, 2),
+    "gated_delta_rule": (False, True, None, "bfloat16", 1, 1),
+    "kda": (True, True, None, "int8", 2, 1),
+    "simple_gla": (False, False, None, "float32", 3, 2),
+    "gdn2": (True, True, "after decay", "float32", 2, 1),
+    "comba": (False, True, "before decay", "int8", 3, 2),
+    "per channel": (True, True, "before decay", "float32", 2, 1),
 }
 # Plain JAX goes on from the state that it folds, the kernel from its rounding, and from the rounded tokens of a step.
 LIMITS = {"float32": 2e-6, "bfloat16": 5e-3, "int8": 1.5e-2}
@@ -27,7 +29,7 @@ def assert_steps(case):
     N, HV, K, V, L = 3, 2 * H, 8, 16, 4
     T = N * W
     one = lambda: state_pool.make_pool(5, HV, K, V, dtype, replay=L, H=H, per_channel=per_channel)
-    static = decode_kernel.DecodeStatic(W, True, 0.3, delta, "recurrent_x_fwd")
+    static = decode_kernel.DecodeStatic(W, True, 0.3, delta, "recurrent_x_fwd", erases == "before decay")
     plain = jax.jit(lambda *args: run._plain_tokens(static, *args))
     kernel = jax.jit(lambda *args: ring_kernel.launch(static, *args))
     x, expected, pool = make_inputs(T=8 * T, H=H, HV=HV, K=K, V=V, per_channel=per_channel), one(), one()

@@ -14,16 +14,17 @@ from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 
-# Gates per channel, a delta rule, erase keys, the type of the pool, tokens of a decode, key heads, and V. Eight heads
-# are rows of one product, and states of 128 columns lie in pairs.
+# Gates per channel, a delta rule, erase keys and what they read, the type of the pool, tokens of a decode, key heads,
+# and V. Eight heads are rows of one product, and states of 128 columns lie in pairs.
 CASES = {
-    "gated_delta_rule": (False, True, False, "float32", 2, 1, 16),
-    "wide": (False, True, False, "bfloat16", 1, 8, 128),
-    "kda": (True, True, False, "int8", 2, 2, 16),
-    "simple_gla": (False, False, False, "float32", 3, 2, 16),
-    "gla": (True, False, False, "bfloat16", 1, 2, 16),
-    "gdn2": (True, True, True, "float32", 2, 1, 16),
-    "comba": (False, True, True, "int8", 1, 2, 16),
+    "gated_delta_rule": (False, True, None, "float32", 2, 1, 16),
+    "wide": (False, True, None, "bfloat16", 1, 8, 128),
+    "kda": (True, True, None, "int8", 2, 2, 16),
+    "simple_gla": (False, False, None, "float32", 3, 2, 16),
+    "gla": (True, False, None, "bfloat16", 1, 2, 16),
+    "gdn2": (True, True, "after decay", "float32", 2, 1, 16),
+    "comba": (False, True, "before decay", "float32", 3, 2, 16),
+    "per channel": (True, True, "before decay", "int8", 2, 2, 16),
 }
 # A state is rounded where its ring is folded, and a token where it enters a ring.
 LIMITS = {"float32": 2e-6, "bfloat16": 6e-3, "int8": 1.5e-2}
@@ -32,8 +33,8 @@ R, K, L, SCALE = 2, 8, 4, 0.3
 THOROUGH = dict(test_steps=lambda case: case != "comba")
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def run_step(tokens: dict[str, jax.Array], pool: StatePool, fold: bool):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def run_step(tokens: dict[str, jax.Array], pool: StatePool, fold: bool, before: bool):
     """Return the outputs [W, HV, V] of a decode, and the slot after it, which is a `StatePool` without slots."""
     (W, H, _), HV = tokens["q"].shape, tokens["v"].shape[1]
     by_row = lambda y: jnp.swapaxes(y.reshape(W, H, R, *y.shape[2:]), 1, 2)  # [W, R, H, ...]
@@ -59,7 +60,7 @@ def run_step(tokens: dict[str, jax.Array], pool: StatePool, fold: bool):
     gates = by_row(g) if g.ndim == 3 else by_row(g).reshape(W, 1, HV)
     o, written = ring_tile.decode(
         list(tokens["q"]), list(tokens["k"]), [list(x) for x in by_row(tokens["v"])], list(gates), rows(beta),
-        None if p is None else list(by_row(p)), slot, *ring_tile.masks(W, L, H, beta is not None), SCALE,
+        None if p is None else list(by_row(p)), slot, *ring_tile.masks(W, L, H, beta is not None), SCALE, before,
     )  # fmt: skip
     put = lambda ring, x: jax.lax.dynamic_update_slice_in_dim(ring, x.astype(ring.dtype), pool.count, 0)
     after = dict(keys=put(pool.keys, tokens["k"]), gates=put(pool.gates, gates.reshape(W, *pool.gates.shape[1:])))
@@ -88,10 +89,10 @@ def test_steps(case):
         if erases:
             tokens["p"] = jnp.repeat(tokens["p"], R, axis=1)
         with matmul.kernel_trace(interpreted=True):
-            o, slot = run_step(tokens, slot, bool(slot.count > L - W))
+            o, slot = run_step(tokens, slot, bool(slot.count > L - W), erases == "before decay")
         taken += range(i * W, (i + 1) * W)
         known = {name: y if y is None or name == "initial_state" else y[:, np.array(taken)] for name, y in x.items()}
-        want, states = reference(**known, scale=SCALE)
+        want, states = reference(**known, scale=SCALE, erase_before_decay=erases == "before decay")
         assert_close("o", o, want[0, -W:], LIMITS[dtype])
         if i == 2 and W > 1:
             # Of this decode the first token is kept.

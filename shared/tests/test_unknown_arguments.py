@@ -1,4 +1,4 @@
-"""A call with an argument of another library, or with a slip of the pen, says what the caller does instead."""
+"""A call with an argument of flash-linear-attention says what the caller does instead; any other call is Python's."""
 
 import inspect
 import re
@@ -42,8 +42,7 @@ def test_every_such_argument_of_a_call():
 @pytest.mark.parametrize(
     ("args", "more", "message"),
     [
-        (("ab",), {"revers": 1}, "flip() got an unexpected keyword argument 'revers'. Did you mean 'reverse'?"),
-        (("ab",), {"other": 1}, "flip() got an unexpected keyword argument 'other'"),
+        (("ab",), {"revers": True}, "flip() got an unexpected keyword argument 'revers'"),
         ((), {}, "flip() missing 1 required positional argument: 'x'"),
     ],
 )

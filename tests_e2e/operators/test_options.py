@@ -53,8 +53,8 @@ VALUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # A promise about the values of the arguments changes no result, and an implementation may make no use of it.
 PROMISES = {"min_gate"}
-# Fields of `Options` that the code around implementations fills in.
-CHOSEN = {"activation", "large_steps"}
+# Fields of `Options` that the code around implementations fills in, such as the law of the record of an operator.
+CHOSEN = {"activation", "large_steps", "erase_before_decay"}
 FORMS = {"chunk": ("fused", "staged", "xla"), "recurrent": ("fused", "xla"), "ragged": ("fused", "staged", "xla")}
 # A step has two branches, and every operator has its own kernels in one of them only.
 THOROUGH = dict(test_every_option=lambda name: name in ("ragged_gated_delta_rule", "ragged_gdn2", "ragged_comba"))

@@ -22,7 +22,7 @@ from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.serving import decode, run
 
 # The options that are read where an operator runs token by token.
-_OF_TOKENS = frozenset({"use_qk_l2norm_in_kernel", "min_gate"})
+_OF_TOKENS = frozenset({"use_qk_l2norm_in_kernel", "min_gate", "erase_before_decay"})
 
 Results = tuple[jax.Array, jax.Array | None]
 
@@ -35,16 +35,17 @@ class Operator:
       name: a part of the names of its functions and kernels.
       check: raises ValueError where its tensors, their gates or its options are wrong.
       implementations: by name, the best for a TPU first.
+      erase_before_decay: whether its erase keys read the state before the decay of their token.
     """
 
     name: str
     check: Callable[[Arguments, Options], None]
     implementations: dict[str, Implementation]
+    erase_before_decay: bool = False
 
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over whole sequences, chunk by chunk."""
-        x = x.with_int32()
-        self.check(x, options)
+        x, options = self._taken(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         x = arguments.check_shared(x, options)
         arguments.warn_head_first(x, options)
@@ -55,8 +56,7 @@ class Operator:
         """Run the operator over a few tokens of every sequence, token by token; without any slot there is no pool."""
         if all(y is None for y in x.slots):
             x = x._replace(slots=None)
-        x = x.with_int32()
-        self.check(x, options)
+        x, options = self._taken(x, options)
         x = arguments.check_shared(x, options)
         decode.check_states(x)
         run_by = functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd")
@@ -69,8 +69,7 @@ class Operator:
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
         """Run a serving step; `x.initial_state` is the pool."""
-        x = x.with_int32()
-        self.check(x, options)
+        x, options = self._taken(x, options)
         x = arguments.check_shared(x, options)
         x, options = run.check_step(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
@@ -79,6 +78,12 @@ class Operator:
         o, pool = _located(chosen, x, options, step, "states")()
         assert pool is not None
         return o, pool
+
+    def _taken(self, x: Arguments, options: Options) -> tuple[Arguments, Options]:
+        """Return checked arguments, and options with the law of the operator."""
+        x, options = x.with_int32(), options._replace(erase_before_decay=self.erase_before_decay)
+        self.check(x, options)
+        return x, options
 
 
 def _located(
@@ -107,9 +112,14 @@ def _located(
     return functools.partial(partition.over_mesh, compute, x.arrays(), *places, bool(options.output_final_state))
 
 
-def define(name: str, check: Callable[[Arguments, Options], None], *known: Implementation) -> Operator:
+def define(
+    name: str,
+    check: Callable[[Arguments, Options], None],
+    *known: Implementation,
+    erase_before_decay: bool = False,
+) -> Operator:
     """Return the record of an operator with these implementations, the best for a TPU first."""
-    return Operator(name, check, {each.name: each for each in known})
+    return Operator(name, check, {each.name: each for each in known}, erase_before_decay)
 
 
 def register(operator: Operator, implementation: Implementation) -> None:

@@ -9,7 +9,8 @@ products of `tile.interaction_tile`,
     o = scale (Q e^G) S + P U                     S' = e^G_last S + (K e^(G_last - G))^T B U
 
 E are the erase keys: in Kimi delta attention they are K. GDN-2 and Comba run these kernels, too: E are then other rows,
-or keys times erase gates, and write gates multiply V where it is loaded. There is no other difference.
+or keys times erase gates, and write gates multiply V where it is loaded. Erase keys that read the state before the
+decay of their token have the G of the row before, in <E, K>_D and in E e^G. There is no other difference.
 
 The kernels hold every state transposed, [V, K]: a decay per channel then multiplies its lanes. One grid step makes P of
 a chunk, and the part of A_inv that takes no products; the next grid step takes the state through the chunk. So the two
@@ -208,8 +209,9 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
         exact = matmul.operand_dtype(dtype) == jnp.float32
         g = loads.decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
     continuing = None if masks is None else refs.continuing
-    loads.store_block_decays(refs.decays, g, base, continuing, n * K // packed.LANES, refs.law is None)
-    decays, beta = loads.load_decays(refs.decays, pack, K, base), tiles.to_column(betas[n : n + p, None])  # [p, C, 1]
+    early, first = static.erase_before_decay, n * K // packed.LANES
+    loads.store_block_decays(refs.decays, g, base, continuing, first, refs.law is None, early)
+    decays, beta = loads.load_decays(refs.decays, pack, K, base, early), tiles.to_column(betas[n : n + p, None])
     # If the scores are precomputed, no decay between two rows of the chunk is needed.
     scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
@@ -350,7 +352,7 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
         "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
         "ends": pltpu.VMEM((heads, parts * C, K), operand),
         "through": (heads, 1, K),
-        "decays": loads.decays_scratch(heads, C, K, 1 if may_forget else base),
+        "decays": loads.decays_scratch(heads, C, K, 1 if may_forget else base, static.erase_before_decay),
     }
     if inverts:
         scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "A": matrix}

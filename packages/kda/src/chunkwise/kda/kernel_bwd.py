@@ -82,8 +82,9 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic
     group, rounding = min(static.group, heads), None
     g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
     # If only dh0 is requested, no decay between two rows of the chunk is needed.
-    base = 0 if refs.dq is None else static.backward_base
-    loads.store_block_decays(refs.decays, g, base, None if masks is None else refs.continuing)
+    base, early = 0 if refs.dq is None else static.backward_base, static.erase_before_decay
+    continuing = None if masks is None else refs.continuing
+    loads.store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
@@ -96,7 +97,7 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic
         betas = betas * rounding
     do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
-    boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base), masks)
+    boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base, early), masks)
     if refs.dq is None:
         refs.dstate[...] = tile_bwd.state_bwd_tile(
             q, erase, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
@@ -128,7 +129,7 @@ def _token_gradients(
     )
     erase = k if e is None else e
     dS, dv, (dbeta, dbeta_row), d_scores, of_state = tile_bwd.outer_bwd_tile(
-        q, erase, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype
+        q, erase, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype, static.erase_before_decay
     )
     refs.dstate[...] = dS
     # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
@@ -148,7 +149,7 @@ def _token_gradients(
     by_pack = []
     for n in range(0, heads, p):
         pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
-        decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base)
+        decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base, static.erase_before_decay)
         tensors = q[pack], erase[pack], k[pack]
         by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
     d_rows, d_columns = (jnp.concatenate(y) for y in zip(*by_pack, strict=True))  # [heads, 2 C, K], [heads, C, K]
@@ -229,7 +230,8 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
     # of other blocks.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
-    scratch: dict[str, Any] = {"decays": loads.decays_scratch(heads, C, K, base)}
+    early = static.erase_before_decay
+    scratch: dict[str, Any] = {"decays": loads.decays_scratch(heads, C, K, base, early)}
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
@@ -243,7 +245,7 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
         grid=(B, blocks, steps),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile_bwd.pair_table(C, base)) if base else None, loads.whole_block(2 * C, C)),
+            "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, loads.whole_block(2 * C, C)),
             "q": (x.q, key),
             "k": (x.k, key),
             "g": (g, gate),

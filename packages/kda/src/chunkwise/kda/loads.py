@@ -17,12 +17,16 @@ from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.kernels import layout, matmul, nonfinite, packed, tiles
 
 
-def decays_scratch(heads: int, C: int, K: int, base: int):
+def decays_scratch(heads: int, C: int, K: int, base: int, erase_before_decay: bool):
     """Return the scratch of `store_block_decays`."""
-    return pltpu.VMEM((tile.count_decays(base), heads * K // packed.LANES, C, packed.LANES), jnp.float32)
+    return pltpu.VMEM(
+        (tile.count_decays(base, erase_before_decay), heads * K // packed.LANES, C, packed.LANES), jnp.float32
+    )
 
 
-def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True) -> None:
+def store_block_decays(
+    ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True, erase_before_decay: bool = False
+) -> None:
     """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
 
     `continuing` is a Ref [C, 128] of `tile.continuing`, or None.
@@ -36,18 +40,18 @@ def store_block_decays(ref, g, base: int, continuing=None, first: int = 0, in_na
         each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
         ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
         gates = layout.load_every(ref.at[0, first + n], tile.SUBLANES)
-        for i, x in enumerate(tile.block_decays(gates, base, continuing)):
+        for i, x in enumerate(tile.block_decays(gates, base, continuing, erase_before_decay)):
             layout.store_every(ref.at[i, first + n], x)
 
 
-def load_decays(ref, heads: range, K: int, base: int) -> tile.ChannelDecays:
+def load_decays(ref, heads: range, K: int, base: int, erase_before_decay: bool) -> tile.ChannelDecays:
     """Return the decays of some heads from the scratch memory that `store_block_decays` filled."""
     each = K // packed.LANES
 
     def load(i):
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
 
-    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base))], base)
+    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base, erase_before_decay))], base)
 
 
 def load_keys(ref, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:

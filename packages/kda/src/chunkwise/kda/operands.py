@@ -37,8 +37,10 @@ class KdaStatic(operands.FusedStatic):
       gate_law: the law of raw gates, or None.
       base: rows of the diagonal blocks that one product covers, in the forward.
       backward_base: the same for the backward, where gradients of strong gates are as small as their decays.
+      erase_before_decay: whether erase keys read the state before the decay of their token.
     """
 
     gate_law: gate_activation.Law | None = None
     base: int = 1
     backward_base: int = 1
+    erase_before_decay: bool = False

@@ -74,7 +74,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.min_gate, _dtype(x)),
         backward_base=tile.base_block(options.min_gate, jnp.float32),
-        gate_law=options.activation.law, per_channel=x.g.ndim == 4,
+        gate_law=options.activation.law, per_channel=x.g.ndim == 4, erase_before_decay=options.erase_before_decay,
     )  # fmt: skip
 
 

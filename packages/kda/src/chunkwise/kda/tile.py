@@ -6,8 +6,12 @@ Pairs (i, j), i > j, of a chunk belong to the level b = 1, 2, ..., C/2 at which 
 half of one block of 2b rows. The last row n of the left half is between them, so their decay is the product of e^(sum
 of g over (n, i]) and e^(sum of g over (j, n]), and neither exponent is ever positive. With these as factors of rows and
 of columns, a whole level is one matrix product, for any gates.
+
+Erase keys that read the state before the decay of their token have sums over (n, i - 1] as rows, without their own
+gate: these are the sums of the row before. So a pair of neighbouring rows has no decay, as a row with itself.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,9 +40,14 @@ def base_block(min_gate: float | None, dtype) -> int:
     return SUBLANES if bounded or matmul.operand_dtype(dtype) == jnp.bfloat16 else 1
 
 
-def count_decays(base: int) -> int:
-    """Return how many lists `block_decays` gives for this base."""
-    return {0: 2, 1: 5}.get(base, 4)
+def count_decays(base: int, erase_before_decay: bool = False) -> int:
+    """Return how many lists `block_decays` gives for these arguments."""
+    return {0: 2, 1: 5}.get(base, 4) + erase_before_decay * len(_row_blocks(base))
+
+
+def _row_blocks(base: int) -> list[int]:
+    """Return the rows of the blocks, within 8 rows, at whose starts decays of rows begin: for every list of them."""
+    return [*{0: [], 1: [1, 2, 4]}.get(base, [SUBLANES]), SUBLANES]
 
 
 def level_table(C: int, base: int) -> np.ndarray:
@@ -63,12 +72,19 @@ class ChannelDecays(NamedTuple):
         halves.
       start: from the start of the chunk to row i, its gate included.
       end: from row i to the end, its gate not included.
+      erased: the same as rows for erase keys that read the state before the decay of their token; None where they read
+        as queries do.
     """
 
     base: tuple[jax.Array, jax.Array] | None
     levels: list[jax.Array]
     start: jax.Array
     end: jax.Array
+    erased: Any = None
+
+    def rows(self, of: Callable[["ChannelDecays"], jax.Array]) -> list[jax.Array]:
+        """Return decays of this record as rows: of queries, and of erase keys."""
+        return [of(self), of(self if self.erased is None else self.erased)]
 
 
 def join_blocks(start: list, end: list, join, total) -> list[list]:
@@ -113,11 +129,14 @@ def middle_sums(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[
     return sums
 
 
-def block_decays(g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None) -> list[list[jax.Array]]:
+def block_decays(
+    g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None, erase_before_decay: bool = False
+) -> list[list[jax.Array]]:
     """Return the decays in blocks of 8 rows from gates to base 2, row by row; `continuing` as in `middle_sums`.
 
     Sums of gates have one sign, so nothing cancels; None is the sum of no gates. With a base of 0, only the decays from
-    the start and to the end of blocks are returned.
+    the start and to the end of blocks are returned. If erase keys read the state before the decay of their token, the
+    decays of their rows follow, which are decays of the rows before.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
     sums = join_blocks(g, [None] * len(g), join, lambda x: x)
@@ -126,7 +145,13 @@ def block_decays(g: list[jax.Array], base: int, continuing: list[jax.Array] | No
     elif base > 1:
         middle = middle_sums(g, continuing)
         sums[:-2] = [middle, [-x for x in middle]]
-    return [[jnp.ones_like(g[0]) if x is None else jnp.exp2(x) for x in each] for each in sums]
+    one = jnp.ones_like(g[0])
+    decays = [[one if x is None else jnp.exp2(x) for x in each] for each in sums]
+    if erase_before_decay:
+        of_rows = [x for i, x in enumerate(decays[:-1]) if base <= 1 or i != 1]
+        blocks = _row_blocks(base)
+        decays += [[x[i - 1] if i % b else one for i in range(len(g))] for x, b in zip(of_rows, blocks, strict=True)]
+    return decays
 
 
 def chunk_decays(blocks, base: int) -> ChannelDecays:
@@ -134,12 +159,26 @@ def chunk_decays(blocks, base: int) -> ChannelDecays:
 
     With a base of 0 there are no decays between rows.
     """
-    *inside, start, end = blocks
-    cut = [[x[:, i : i + SUBLANES] for i in range(0, start.shape[1], SUBLANES)] for x in (start, end)]
-    *levels, start, end = map(packed.concat_rows, join_blocks(*cut, jnp.multiply, lambda x: x[:, SUBLANES - 1 :]))
-    if base <= 1:
-        return ChannelDecays(None, inside + levels if base else [], start, end)
-    return ChannelDecays((inside[0], inside[1]), levels, start, end)
+    count = count_decays(base)
+    (*inside, start, end), erased = blocks[:count], blocks[count:]
+    cut = lambda x: [x[:, i : i + SUBLANES] for i in range(0, x.shape[1], SUBLANES)]
+    # Rows of queries and of erase keys are joined together, by the same decays of whole blocks.
+    starts = list(zip(*map(cut, [start, *erased[-1:]]), strict=True))
+    join = lambda x, y: jax.tree.map(lambda z: x * z, y)
+    joined = join_blocks(starts, cut(end), join, lambda x: x[0][:, SUBLANES - 1 :])
+
+    def decays(n: int, inside: list) -> ChannelDecays:
+        of_rows = [packed.concat_rows([x[n] if isinstance(x, tuple) else x for x in each]) for each in joined]
+        *levels, start, end = of_rows
+        if base <= 1:
+            return ChannelDecays(None, inside + levels if base else [], start, end)
+        return ChannelDecays((inside[0], inside[1]), levels, start, end)
+
+    found = decays(0, inside)
+    if not erased:
+        return found
+    # The factors of columns in base blocks are the same.
+    return found._replace(erased=decays(1, [*erased[:-1], *(inside[1:] if base > 1 else [])]))
 
 
 def twice(x: jax.Array) -> jax.Array:
@@ -173,15 +212,13 @@ def level_factors(x: ChannelDecays):
     C = x.start.shape[1]
     for n, e in enumerate(x.levels):
         index = C.bit_length() - 1 - len(x.levels) + n
-        b = 1 << index
+        b, rows = 1 << index, x.rows(lambda y, n=n: y.levels[n])
         if b < SUBLANES:
-            yield index, None, e, twice(e)
+            yield index, None, e, packed.concat_rows(rows)
         else:
-            left, right = halves(e, b)
-            yield index, b, left, twice(right)
+            yield index, b, halves(e, b)[0], packed.concat_rows([halves(y, b)[1] for y in rows])
     if x.base is not None:
-        for_rows, for_columns = x.base
-        yield 0, None, for_columns, twice(for_rows)
+        yield 0, None, x.base[1], packed.concat_rows(x.rows(lambda y: y.base[0]))
 
 
 def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool = False) -> jax.Array:
@@ -260,8 +297,13 @@ def within_sequence(carried: list, ending: list, through: jax.Array, masks: Any)
 
 
 def boundary_tile(decays: ChannelDecays, masks: layout.SequenceMasks | None):
-    """Return the decays from the start of a chunk, to its end and through it, within one sequence."""
-    return within_sequence([decays.start], [decays.end], decays.start[:, -1:], masks)
+    """Return the decays from the start of a chunk, to its end and through it, within one sequence.
+
+    The first of them is a list: for queries, and for erase keys.
+    """
+    starts = [decays.start] if decays.erased is None else decays.rows(lambda x: x.start)
+    *starts, end, through = within_sequence(starts, [decays.end], decays.start[:, -1:], masks)
+    return [starts[0], starts[-1]], end, through
 
 
 def continuing(same: jax.Array) -> jax.Array:
@@ -313,8 +355,8 @@ def pack_boundary(readers, k, beta, decays: ChannelDecays, masks: layout.Sequenc
       The rows that read the state before the chunk, decayed from its start: queries, if any, above erase keys, [p, 2 C
       or C, K]; the keys times beta, decayed to the end of the chunk [p, C, K]; the decay over the chunk [p, 1, K].
     """
-    from_start, to_end, through = boundary_tile(decays, masks)  # [p, C, K], [p, C, K], [p, 1, K]
-    readers_decayed = packed.concat_rows(readers) * packed.concat_rows([from_start] * len(readers))
+    from_start, to_end, through = boundary_tile(decays, masks)  # each [p, C, K], and [p, 1, K]
+    readers_decayed = packed.concat_rows(readers) * packed.concat_rows(from_start[-len(readers) :])
     return readers_decayed, (k * beta) * to_end, through
 
 

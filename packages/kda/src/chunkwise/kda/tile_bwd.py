@@ -8,9 +8,10 @@ without beta, Q scaled, and dS' the gradient of the state after the chunk:
     dS = e^G_last dS' + (Q e^G)^T dO - (E e^G)^T dR
 
 dP and dA go back through the products of every level, which have different factors of rows and of columns. No factor
-exceeds one, except in base blocks, where a factor is at most 2^96 and the product of two is a decay. The forward leaves
-A_inv, U, P, A and S before every step. As in the forward, with bfloat16 tensors the arrays that oscillate where keys
-repeat (U, dv_new, dP and dA) keep 16 bits.
+exceeds one, except in base blocks, where a factor is at most 2^96 and the product of two is a decay. Where erase keys
+read the state before the decay of their token, the pairs of neighbouring rows in dA have no decay: they go back without
+these products, and give no gradient to a gate. The forward leaves A_inv, U, P, A and S before every step. As in the
+forward, with bfloat16 tensors the arrays that oscillate where keys repeat (U, dv_new, dP and dA) keep 16 bits.
 """
 
 import jax.numpy as jnp
@@ -21,10 +22,28 @@ from chunkwise.kda import tile
 from chunkwise.shared.kernels import matmul, packed, tiles
 
 
-def pair_table(C: int, base: int) -> np.ndarray:
-    """Return int32 [2 C, C], the product that has the pair of query i, then of key i, with key j < i."""
+def pair_table(C: int, base: int, erase_before_decay: bool) -> np.ndarray:
+    """Return int32 [2 C, C], the product that has the pair of query i, then of erase key i, with key j < i.
+
+    Erase keys that read the state before the decay of their token have no product for j = i - 1.
+    """
     table = tile.level_table(C, base)[:, C:].T
-    return np.concatenate([table, table])
+    return np.concatenate([table, np.where(np.eye(C, k=-1), -1, table) if erase_before_decay else table])
+
+
+def moved_up(x):
+    """Return x [h, C, D] with every row in the place of the row before it, and zeros in the last row."""
+    return jnp.where(_row_numbers(x) == x.shape[1] - 1, 0.0, packed.rotate(x, -1, axis=1))
+
+
+def moved_down(x):
+    """Return x [h, C, D] with every row in the place of the row after it, and zeros in the first row."""
+    return jnp.where(_row_numbers(x) == 0, 0.0, packed.rotate(x, 1, axis=1))
+
+
+def _row_numbers(x):
+    """Return the numbers of the rows of x [h, C, D], int32 [1, C, 1]."""
+    return lax.broadcasted_iota(jnp.int32, (1, x.shape[1], 1), 1)
 
 
 def unpacked(x, p: int):
@@ -101,7 +120,8 @@ def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
 def back_to_state(q, e, boundary, down, dS, dtype):
     """Return the gradient of the state before a chunk, [h, V, K]; `down` has do above -dR, as operands [h, 2 C, V]."""
     from_start, _, through = boundary
-    decayed = (packed.concat_rows([q, e]) * tile.twice(from_start)).astype(matmul.operand_dtype(dtype))  # [h, 2 C, K]
+    decayed = packed.concat_rows([q, e]) * packed.concat_rows(from_start)  # [h, 2 C, K]
+    decayed = decayed.astype(matmul.operand_dtype(dtype))
     return through * dS + matmul.dot_tn(down, decayed)
 
 
@@ -112,7 +132,7 @@ def state_bwd_tile(q, e, k, beta, boundary, A_inv, scores, do, dS, dtype):
     return back_to_state(q, e, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
 
 
-def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, dtype):
+def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, dtype, erase_before_decay):
     """Return the gradients of a chunk, except for the parts through scores of keys and queries.
 
     Args:
@@ -125,13 +145,15 @@ def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, d
       dS: [h, V, K] float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
       dtype: the type of operands of products.
+      erase_before_decay: whether erase keys read the state before the decay of their token.
 
     Returns:
       The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; dbeta as the sum of
       [h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys, packed [n, 2 C, p C],
       pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state before the chunk
       [h, 2 C, K], of keys through the state after it [h, C, K], of the products of queries with the keys of the same
-      rows [h, C, 1], and of all gates through the state that passes [h, 1, K].
+      rows [h, C, 1], of all gates through the state that passes [h, 1, K], and of the products of erase keys with the
+      keys of the rows before [h, C, 1], None where these have a decay.
     """
     S, v_new_over_beta, A_inv, scores = residuals
     C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
@@ -142,17 +164,25 @@ def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, d
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
     d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
+    v_new = beta * v_new_over_beta
     of_state = (
-        matmul.dot(down, S.astype(operand)) * tile.twice(from_start),
-        matmul.dot((beta * v_new_over_beta).astype(operand), dS.astype(operand)) * to_end,
+        matmul.dot(down, S.astype(operand)) * packed.concat_rows(from_start),
+        matmul.dot(v_new.astype(operand), dS.astype(operand)) * to_end,
         beta * jnp.sum(do.astype(jnp.float32) * v_new_over_beta, axis=-1, keepdims=True),
         through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
+        _of_neighbours(dR, v_new, same) if erase_before_decay else None,
     )
     dbeta = (
         jnp.sum(dv_new * v_new_over_beta, axis=-1, keepdims=True),
         jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
     )
     return back_to_state(q, e, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
+
+
+def _of_neighbours(dR, v_new, same):
+    """Return the gradient of the products of erase keys with the keys of the rows before, [h, C, 1]."""
+    found = -jnp.sum(dR * moved_down(v_new), axis=-1, keepdims=True)
+    return found if same is None else jnp.where(tile.continuing(same) == 0.0, 0.0, found)
 
 
 def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
@@ -167,12 +197,17 @@ def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
       d_rows, d_columns: the results of `interaction_bwd_tile`.
       of_state: the last results of `outer_bwd_tile`.
     """
-    C, (d_start, d_end, d_itself, of_gates) = k.shape[1], of_state
+    C, (d_start, d_end, d_itself, of_gates, of_neighbours) = k.shape[1], of_state
     d_rows = d_rows + d_start  # [h, 2 C, K]
-    last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
+    last = _row_numbers(k) == C - 1
     dq, de = d_rows[:, :C] + d_itself * k, d_rows[:, C:]
     if e is None:
         of_keys, dk = k * (de - d_columns), de + d_columns + d_end + d_itself * q
+    elif of_neighbours is not None:
+        # The decays of a row of erase keys end with the gate of the row before.
+        of_keys = moved_up(e * de) - k * d_columns
+        dk = d_columns + d_end + d_itself * q + moved_up(of_neighbours * e)
+        de = de + of_neighbours * moved_down(k)
     else:
         of_keys, dk = e * de - k * d_columns, d_columns + d_end + d_itself * q
     later = q * d_rows[:, :C] + of_keys + jnp.where(last, of_gates, 0.0)  # [h, C, K]

@@ -31,11 +31,11 @@ class Decayed(NamedTuple):
     through: jax.Array
 
 
-def interactions(q, e, k, g, base, continuing) -> tuple[jax.Array, jax.Array, Decayed]:
+def interactions(q, e, k, g, base, continuing, erase_before_decay) -> tuple[jax.Array, jax.Array, Decayed]:
     """Return scores of queries with keys, scores of erase keys with keys, and the `Decayed` of chunks [M, C, K].
 
     Blocks of `_BASE` rows are computed as in the kernels; then neighbouring blocks are joined, with one product for the
-    corner. `continuing` is `tile.continuing` [M, C, 1], or None.
+    corner. `continuing` is `tile.continuing` [M, C, 1], or None. `erase_before_decay` as in `Options`.
     """
     M, C = k.shape[:2]
     b = _BASE
@@ -50,14 +50,20 @@ def interactions(q, e, k, g, base, continuing) -> tuple[jax.Array, jax.Array, De
         return [x[:, r :: tile.SUBLANES] for r in range(tile.SUBLANES)]
 
     continuing = None if continuing is None else by_row(blocks(continuing, b))
-    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in tile.block_decays(by_row(g), base, continuing)]
+    in_blocks = tile.block_decays(by_row(g), base, continuing, erase_before_decay)
+    in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in in_blocks]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
     scores = jnp.swapaxes(tile.interaction_tile(q, e, k, decays, table, jnp.float32), 1, 2)
-    # A pair of a row with itself has no decay. In the product of a base block, the gate would get its gradient once as
-    # a row and once, negative, as a column, with a rounding error far above the gradients of strong gates.
-    itself = jnp.sum(q * k, axis=-1, keepdims=True)
-    x = Decayed(q * decays.start, e * decays.start, k * decays.end, decays.start[:, -1:])
-    scores_q, scores_e = jnp.where(jnp.eye(b, dtype=bool)[None], itself, scores[:, :b]), scores[:, b:]
+    # A pair of a row with itself has no decay, nor has a pair of neighbours if erase keys read before the decay. In the
+    # product of a base block, the gate would get its gradient once as a row and once, negative, as a column, with a
+    # rounding error far above the gradients of strong gates.
+    product = lambda x, y: jnp.sum(x * y, axis=-1, keepdims=True)
+    start_q, start_e = decays.rows(lambda x: x.start)
+    x = Decayed(q * start_q, e * start_e, k * decays.end, decays.start[:, -1:])
+    scores_q, scores_e = jnp.where(jnp.eye(b, dtype=bool)[None], product(q, k), scores[:, :b]), scores[:, b:]
+    if erase_before_decay:
+        before = jnp.pad(k[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        scores_e = jnp.where(jnp.eye(b, k=-1, dtype=bool)[None], product(e, before), scores_e)
 
     def pairs(x):
         return [x.reshape(len(x) // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
@@ -95,9 +101,8 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     if masks is not None:
         continuing = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
     base = tile.base_block(options.min_gate, jnp.float32)
-    scores, M, decayed = jax.tree.map(
-        lambda y: y.reshape(n, HV, *y.shape[1:]), interactions(*map(flat, (q, e, k, g)), base, continuing)
-    )
+    found = interactions(*map(flat, (q, e, k, g)), base, continuing, options.erase_before_decay)
+    scores, M, decayed = jax.tree.map(lambda y: y.reshape(n, HV, *y.shape[1:]), found)
     if masks is not None:
         scores, M = (jnp.where(masks.same[:, None], y, 0.0) for y in (scores, M))
         column = lambda y: y[:, None, :, None]

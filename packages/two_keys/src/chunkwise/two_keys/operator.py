@@ -10,6 +10,8 @@ from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
 from chunkwise.shared.operator import Operator, define
 
+_OPTIONS = (*kda.OPTIONS, "erase_before_decay")
+
 
 def check_gdn2(x: Arguments, options: Options) -> None:
     """Check the tensors of GDN-2, its options, and the promise about its gates."""
@@ -29,8 +31,15 @@ def check_comba(x: Arguments, options: Options) -> None:
     kda.check_bound(options)
 
 
-def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
-    """Return the record of an operator, with kernels of KDA under the operator's name."""
+def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_decay: bool = False) -> Operator:
+    """Return the record of an operator, with kernels of KDA under the operator's name.
+
+    Args:
+      name: the name of the operator.
+      check: as in `Operator`.
+      optional: as in `fused.Kernels`.
+      erase_before_decay: as in `Operator`.
+    """
     launch = functools.partial(kernel.launch, operator=name)
     kernels = kda.KERNELS._replace(
         forward=launch, states=launch, backward=functools.partial(kernel_bwd.launch, operator=name), optional=optional
@@ -38,11 +47,12 @@ def _define(name: str, check, optional: tuple[str, ...] = ()) -> Operator:
     return define(
         name,
         check,
-        fused.implementation(kernels, fused.most_channels, *kda.OPTIONS, raw_gates=True),
-        plain(xla.RULE, *kda.OPTIONS),
+        fused.implementation(kernels, fused.most_channels, *_OPTIONS, raw_gates=True),
+        plain(xla.RULE, *_OPTIONS),
+        erase_before_decay=erase_before_decay,
     )
 
 
 # The step sizes of GDN-2 are ones, whose gradient nobody requests.
-GDN2 = _define("gdn2", check_gdn2, optional=("beta",))
-COMBA = _define("comba", check_comba)
+GDN2 = define_rule("gdn2", check_gdn2, optional=("beta",))
+COMBA = define_rule("comba", check_comba)

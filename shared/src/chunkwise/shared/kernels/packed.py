@@ -45,9 +45,9 @@ def block_of(index: jax.Array, b: int) -> jax.Array:
     return lax.shift_right_logical(index, jnp.int32(b.bit_length() - 1))
 
 
-def rotate(x: jax.Array, shift: int) -> jax.Array:
-    """Return x with its lanes moved up by `shift`, around the end."""
-    return pltpu.roll(x, jnp.int32(shift % x.shape[2]), 2)
+def rotate(x: jax.Array, shift: int, axis: int = 2) -> jax.Array:
+    """Return x with its lanes, or the entries of another axis, moved up by `shift`, around the end."""
+    return pltpu.roll(x, jnp.int32(shift % x.shape[axis]), axis)
 
 
 def concat_lanes(tiles) -> jax.Array:

@@ -3,7 +3,8 @@
 S~  = exp(g_t) S_{t-1}                                 g_t per head, or per channel of the key
 S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no beta)
 S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T               gated delta rule and KDA (beta)
-S_t = S~ + beta_t k_t (v_t - S~^T p_t)^T               GDN-2 and Comba (beta and p)
+S_t = S~ + beta_t k_t (v_t - S~^T p_t)^T               GDN-2 (beta and p)
+S_t = S~ + beta_t k_t (v_t - S_{t-1}^T p_t)^T          Comba (beta, p and `erase_before_decay`)
 o_t = scale * S_t^T q_t
 """
 
@@ -30,7 +31,7 @@ def unit_keys(k: jax.Array, beta: jax.Array, wanted: bool, cu_seqlens: jax.Array
     return k, beta if factor is None else beta * tiles.repeat_heads(factor[..., 0], beta.shape[2], axis=2)
 
 
-def advance(S, q, k, v, g, beta, scale, p=None):
+def advance(S, q, k, v, g, beta, scale, p=None, erase_before_decay=False):
     """Advance states by one token.
 
     Args:
@@ -41,6 +42,7 @@ def advance(S, q, k, v, g, beta, scale, p=None):
       beta: step sizes [...], or None for an operator without the delta rule.
       scale: multiplies the output.
       p: erase keys [..., K], or None to erase by k.
+      erase_before_decay: whether erase keys read S before the decay.
 
     Returns:
       The new S, the output o [..., V], and the value that the token wrote [..., V].
@@ -48,14 +50,17 @@ def advance(S, q, k, v, g, beta, scale, p=None):
     # Products are written as sums, because a matrix unit may round float32 operands; one token is bound by memory
     # anyway.
     gate = g[..., None] if g.ndim == k.ndim else g[..., None, None]
-    S = jnp.exp(gate) * S
+    before, S = S, jnp.exp(gate) * S
     if beta is not None:
-        v = beta[..., None] * (v - jnp.sum(S * (k if p is None else p)[..., None], axis=-2))
+        erased = (before if erase_before_decay else S) * (k if p is None else p)[..., None]
+        v = beta[..., None] * (v - jnp.sum(erased, axis=-2))
     S = S + k[..., None] * v[..., None, :]
     return S, scale * jnp.sum(S * q[..., None], axis=-2), v
 
 
-def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None, every=False):
+def recurrence(
+    q, k, v, g, beta, scale, initial_state, dtype, p=None, every=False, erase_before_decay=False
+):  # fmt: skip
     """Run a batch of equally long sequences token by token in `dtype`.
 
     Args:
@@ -68,6 +73,7 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None, every=Fals
       dtype: float32, or float64 under `jax.enable_x64`.
       p: [B, T, HV, K] or None.
       every: whether to return the states after every token; for few tokens.
+      erase_before_decay: as in `advance`.
 
     Returns:
       (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`; with `every`, (o, the states after every token
@@ -78,11 +84,11 @@ def recurrence(q, k, v, g, beta, scale, initial_state, dtype, p=None, every=Fals
     state = _start((B, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta, p))
     if not every:
-        state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5])[:2], state, tokens)
+        state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5], erase_before_decay)[:2], state, tokens)
         return jnp.moveaxis(o, 0, 1), state
 
     def step(S, x):
-        S, o, written = advance(S, *x[:5], scale, x[5])
+        S, o, written = advance(S, *x[:5], scale, x[5], erase_before_decay)
         return S, (o, S, written)
 
     # Few tokens need no loop.
@@ -95,7 +101,9 @@ def _start(shape, tokens, initial_state, dtype):
     return zeros if initial_state is None else zeros + initial_state.astype(dtype)
 
 
-def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype, p=None):
+def packed_recurrence(
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype, p=None, erase_before_decay=False
+):  # fmt: skip
     """Run a packed batch token by token; the arguments of `recurrence` with B = 1 and one state per sequence.
 
     Tokens from cu_seqlens[-1] on belong to no sequence: their output is zero.
@@ -108,7 +116,7 @@ def packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype,
 
     def step(states, x):
         n, token = x
-        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token[:5], scale, token[5])
+        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token[:5], scale, token[5], erase_before_decay)
         return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
 
     tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta, p))

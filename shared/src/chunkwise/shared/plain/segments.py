@@ -57,6 +57,9 @@ def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, seg
     state = x.initial_state
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
+    if inputs.get("p") is not None:
+        # An erase key may read the state before the gate of its token, which belongs to the segment before.
+        inputs["p"] = chunking.select_tokens(~segments.begins, inputs["p"])
     g = chunking.select_tokens(~segments.begins, g, tiles.FORGET)
     return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), nonfinite, segments
 

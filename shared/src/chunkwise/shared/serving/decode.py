@@ -26,12 +26,6 @@ def check_states(x: Arguments) -> None:
         x.initial_state is not None or not pooled,
         "`state_indices` must come with the pool as `initial_state`; got None.",
     )
-    shape, wanted = tuple(getattr(x.initial_state, "shape", (0,))), (x.num_states, HV, K, V)
-    checks.check(
-        pooled or shape[0] == wanted[0] or shape[1:] != wanted[1:],
-        f"`initial_state` must have shape [N, HV, K, V] = {wanted}; got {shape}: a pool of slots comes with "
-        f"`state_indices`.",
-    )
     checks.check_initial_state(x.initial_state, (None if pooled else x.num_states, HV, K, V))
     checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
     if pooled:
@@ -45,7 +39,10 @@ def limit(x: Arguments, options: Options) -> str | None:
     return decode_kernel.limit(x)
 
 
-def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False):
+def token_by_token(
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False,
+    erase_before_decay: bool = False,
+):  # fmt: skip
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
 
     p are erase keys of every value head, which `normalise` does not scale; None for k. With `every` the results are the
@@ -58,9 +55,13 @@ def token_by_token(q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     if cu_seqlens is None:
-        o, *more = recurrence.recurrence(q, k, v, g, beta, scale, initial_state, jnp.float32, p, every)
+        o, *more = recurrence.recurrence(
+            q, k, v, g, beta, scale, initial_state, jnp.float32, p, every, erase_before_decay
+        )
     else:
-        o, *more = recurrence.packed_recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p)
+        o, *more = recurrence.packed_recurrence(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p, erase_before_decay
+        )
     return o.astype(v.dtype), *more
 
 
@@ -84,7 +85,9 @@ def run_tokens(
       which slots without a sequence keep every bit; without a pool [N, HV, K, V] float32.
     """
     one = x.cu_seqlens is None and x.q.shape[1] == 1
-    static = DecodeStatic(1, one, options.scale, options.use_qk_l2norm_in_kernel, name)
+    static = DecodeStatic(
+        1, one, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay
+    )  # fmt: skip
     pool, slots, scale = x.initial_state, x.slots or Slots(), x.scale
     x = x._replace(scale=None, slots=None)
     if pool is None:
@@ -117,7 +120,10 @@ def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, S
 def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, in plain JAX."""
     states = slot_rows.read_states(pool, slots).astype(jnp.float32)
-    o, states = token_by_token(x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p)
+    o, states = token_by_token(
+        x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p,
+        erase_before_decay=static.erase_before_decay,
+    )  # fmt: skip
     return o, slot_rows.write_states(pool, slots, states)
 
 

@@ -34,6 +34,7 @@ class DecodeStatic(NamedTuple):
       scale: the number by which the kernel multiplies the output.
       normalise: whether queries and keys are scaled to unit length.
       name: the name of the kernel.
+      erase_before_decay: whether erase keys read the state before the decay.
     """
 
     W: int
@@ -41,6 +42,7 @@ class DecodeStatic(NamedTuple):
     scale: float
     normalise: bool
     name: str
+    erase_before_decay: bool = False
 
 
 class DecodeRefs(NamedTuple):
@@ -120,11 +122,12 @@ def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
             for head in range(key * group, (key + 1) * group):
                 rate = decay[head : head + 1]  # [1, 1, 1] or [1, 1, K]
                 S = state_in(head) if direct else refs.state[head]
-                S = (rate if rate.shape[2] == 1 else tiles.to_column(rate))[0] * S  # [K, V]
+                before, S = S, (rate if rate.shape[2] == 1 else tiles.to_column(rate))[0] * S  # [K, V]
                 new = v[head]  # [1, V]
                 if beta is not None:
                     p_column = k_column if p is None else tiles.to_column(p[head : head + 1])[0]
-                    new = beta[head] * (new - jnp.sum(S * p_column, axis=0, keepdims=True))
+                    erased = before if static.erase_before_decay else S
+                    new = beta[head] * (new - jnp.sum(erased * p_column, axis=0, keepdims=True))
                 refs.state[head] = S = S + k_column * new
                 o.append(static.scale * jnp.sum(S * q_column, axis=0, keepdims=True))
         refs.o[at] = jnp.concatenate(o).astype(refs.o.dtype)

@@ -119,7 +119,7 @@ def decode_rule(
       cu_seqlens, slots: the boundaries and slots of the sequences, decodes first.
     """
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    if x.p is not None or not static.single:
+    if x.p is not None or static.erase_before_decay or not static.single:
         return None
     row = lambda y: y.reshape(-1, y[0, 0].size)
     mixer = Mixer(

@@ -148,7 +148,7 @@ def _run_sequence(refs: RingRefs, s: DecodeStatic, n, b) -> None:
 
     o, written = ring_tile.decode(
         q, k, [values(at) for at in place], g, beta, p, _slot(refs, b, first), refs.same_head[...], refs.of_token[...],
-        s.scale,
+        s.scale, s.erase_before_decay,
     )  # fmt: skip
     for t, at in enumerate(place):
         inside = first + jnp.int32(t)

@@ -56,6 +56,7 @@ def decode(
     same_head: jax.Array,
     of_token: jax.Array,
     scale: float,
+    erase_before_decay: bool = False,
 ) -> tuple[list[Rows], list[Rows]]:
     """Run the tokens of a sequence.
 
@@ -68,6 +69,7 @@ def decode(
       slot: the slot whose state and ring the sequence starts from.
       same_head, of_token: the `masks`.
       scale: the number by which the outputs are multiplied.
+      erase_before_decay: whether erase keys read the state before the decay of their token.
 
     Returns:
       The outputs, and the values that the tokens write, float32 [H, V] for every token and every r.
@@ -79,17 +81,23 @@ def decode(
     # step.
     erase = [[x] * R for x in k] if p is None else p
     reads = [[*(x[r] for x in erase if beta is not None), *q] for r in range(R)]
+    after, start, upto, between = gates
+    upto_erased, between_erased = upto, between
+    if erase_before_decay:
+        # An erase key reads the state that the token before leaves.
+        one = jax.tree.map(jnp.ones_like, upto[0])
+        upto_erased, between_erased = [one, *upto[:-1]], [[], *([*x, one] for x in between[:-1])]
+    upto = [*(upto_erased if beta is not None else []), *upto]
     if per_channel:
-        before = _read_by_channel(reads, slot, same_head, *gates[:3])
+        before = _read_by_channel(reads, slot, same_head, after, start, upto)
     else:
-        before = _read_by_head(reads, slot, same_head, of_token, *gates[:3], alike=p is None)
-    between = gates[3]
+        before = _read_by_head(reads, slot, same_head, of_token, after, start, upto, alike=p is None)
 
-    def read_step(x, r, t):
+    def read_step(x, decays, r, t):
         """Return the value that x, a key or query of token t, reads from earlier tokens of the step."""
         found = jnp.zeros_like(v[t][r])
         for u in range(t):
-            found = found + jnp.sum(x * k[u] * between[t][u][r], axis=-1, keepdims=True) * written[u][r]
+            found = found + jnp.sum(x * k[u] * decays[t][u][r], axis=-1, keepdims=True) * written[u][r]
         return found
 
     o: list[Rows] = [[] for _ in range(W)]
@@ -99,8 +107,8 @@ def decode(
         for r in range(R):
             d = v[t][r]
             if beta is not None:
-                d = beta[t][r] * (d - before[r][t] - read_step(erase[t][r], r, t))
-            o[t].append(scale * (before[r][t - W] + read_step(q[t], r, t) + of_itself * d))
+                d = beta[t][r] * (d - before[r][t] - read_step(erase[t][r], between_erased, r, t))
+            o[t].append(scale * (before[r][t - W] + read_step(q[t], between, r, t) + of_itself * d))
             written[t].append(d)
     return o, written
 
@@ -149,10 +157,11 @@ def _read_by_channel(reads: list[Rows], slot: StatePool, same_head, after, start
       reads: erase keys and queries of all tokens, for every r.
       slot: the state and the ring.
       same_head: one of the `masks`.
-      after, start, upto: the first results of `_decays`, for gates per channel.
+      after, start: the first results of `_decays`, for gates per channel.
+      upto: for every read, the decay from the end of the ring to where the step reads.
     """
-    W, parts = len(upto), _parts(slot.keys.dtype)
-    reads = [[x * upto[j % W][r] for j, x in enumerate(y)] for r, y in enumerate(reads)]
+    parts = _parts(slot.keys.dtype)
+    reads = [[x * decay[r] for x, decay in zip(y, upto, strict=True)] for r, y in enumerate(reads)]
     of_state = _read_state([[x * start[r] for x in y] for r, y in enumerate(reads)], slot)
     keys, weights = _existing(slot.keys, slot.count), []
     for r, y in enumerate(reads):
@@ -167,7 +176,7 @@ def _read_by_head(
     reads: list[Rows], slot: StatePool, same_head, of_token, after, start, upto, alike: bool
 ) -> list[Rows]:
     """Return the same as `_read_by_channel`, for gates per head; `alike`: keys and queries are the same for every r."""
-    W, R, H, parts = len(upto), len(reads), slot.keys.shape[1], _parts(slot.keys.dtype)
+    R, H, parts = len(reads), slot.keys.shape[1], _parts(slot.keys.dtype)
     # The matrix unit takes products in this order: products with the state fill the time until the gates are columns.
     of_state = _read_state(reads, slot)
     keys = exact_parts(_below(_existing(slot.keys, slot.count)), slot.keys.dtype)
@@ -177,7 +186,7 @@ def _read_by_head(
     by_read = [jnp.concatenate([left[r * H : (r + 1) * H]] * len(reads[r]), axis=0) for r in range(R)]
     of_ring = _read_writes([weights[r % len(weights)] * x for r, x in enumerate(by_read)], slot, same_head)
     return [
-        [upto[j % W][r] * (start[r] * x + y) for j, (x, y) in enumerate(zip(of_state[r], of_ring[r], strict=True))]
+        [decay[r] * (start[r] * x + y) for decay, x, y in zip(upto, of_state[r], of_ring[r], strict=True)]
         for r in range(R)
     ]
 

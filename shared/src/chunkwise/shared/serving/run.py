@@ -35,10 +35,6 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     if known is pool:
         state_pool.check_pool(pool, H, HV, K, V, x.g is not None and x.g.ndim == 4)
     else:
-        scaled = getattr(pool, "dtype", None) != jnp.int8
-        checks.check(
-            scaled, "`states` must be a StatePool of `make_pool` if states are int8; got an array without scales."
-        )
         checks.check_array("states", pool, "slots HV K V", (None, HV, K, V))
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=tuning.BLOCK_CHUNK_SIZE)
@@ -222,7 +218,9 @@ def _decode(
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
     x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
-    static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name)
+    static = DecodeStatic(
+        W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay
+    )  # fmt: skip
     if plain:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
     elif (found := mixer.decode_rule(static, x, pool, step.boundaries, slots)) is not None:
@@ -249,7 +247,9 @@ def _plain_tokens(
     if static.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     before = state_pool.read(pool, routes.source, accepted)
-    o, states, writes = decode.token_by_token(q, k, v, g, beta, static.scale, before, None, False, p, every=True)
+    o, states, writes = decode.token_by_token(
+        q, k, v, g, beta, static.scale, before, None, False, p, True, static.erase_before_decay
+    )  # fmt: skip
     if pool.replay:
         kept = state_pool.kept_tokens(pool, routes.source, accepted)
         folded = ring.folds(pool, routes.source, target[:, 0], kept, W)

@@ -36,7 +36,7 @@ def _decay(g):
     return np.exp(g if g.ndim == 4 else g[..., None])[..., None]
 
 
-def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
+def _forward(x: dict, scale: float, normalise: bool, keep: bool = False, early: bool = False):
     """Run the recurrence in numpy, which compiles nothing and shares no code with the operators that it judges.
 
     Returns:
@@ -48,16 +48,16 @@ def _forward(x: dict, scale: float, normalise: bool, keep: bool = False):
     decay, o, before = _decay(g), np.empty(v.shape), []
     for t in range(T):
         before += [S] if keep else []
-        S = decay[:, t] * S
+        erased, S = S, decay[:, t] * S
         added = v[:, t]
         if beta is not None:
-            added = beta[:, t, :, None] * (added - (p[:, t, :, None] @ S)[:, :, 0])
+            added = beta[:, t, :, None] * (added - (p[:, t, :, None] @ (erased if early else S))[:, :, 0])
         S = S + k[:, t, :, :, None] * added[:, :, None]
         o[:, t] = scale * (q[:, t, :, None] @ S)[:, :, 0]
     return o, S, before
 
 
-def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> dict:
+def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht, early: bool = False) -> dict:
     """Return the gradients of sum(o * do) + sum(final_state * dht), given the states before all tokens."""
     q, k, v, g, beta, p = _arguments(x, normalise)
     decay, dS = _decay(g), dht
@@ -67,7 +67,8 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> 
     for t in reversed(range(k.shape[1])):
         q_t, k_t, do_t, S = column(q[:, t]), column(k[:, t]), column(do[:, t]), decay[:, t] * before[t]
         p_t = column(p[:, t])
-        error = column(v[:, t]) - (0.0 if beta is None else S.mT @ p_t)
+        erased = before[t] if early else S
+        error = column(v[:, t]) - (0.0 if beta is None else erased.mT @ p_t)
         rate = 1.0 if beta is None else beta[:, t, :, None, None]
         after = S + k_t @ (rate * error).mT
         dq[:, t] = scale * (after @ do_t)[..., 0]
@@ -77,10 +78,11 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht) -> 
         dk[:, t], dp[:, t] = (dS @ (rate * error))[..., 0], 0.0
         if beta is not None:
             dbeta[:, t] = np.sum(dadded * error, axis=(-2, -1))
-            dp[:, t] = -(S @ (rate * dadded))[..., 0]
-            dS = dS - p_t @ (rate * dadded).mT
+            dp[:, t] = -(erased @ (rate * dadded))[..., 0]
+            derased = -(p_t @ (rate * dadded).mT)
+            dS = dS if early else dS + derased
         dg[:, t] = np.sum(dS * S, axis=-1 if g.ndim == 4 else (-2, -1))
-        dS = decay[:, t] * dS
+        dS = decay[:, t] * dS + (derased if early else 0.0)
     keys = x.get("p", x["k"])
     unit = np.repeat(keys / _norm(keys) if normalise else keys, k.shape[2] // keys.shape[2], axis=2)
     found, dp = dict(b=unit * dp), x.get("b", 1.0) * dp
@@ -171,7 +173,7 @@ _PER_TOKEN = ("q", "k", "v", "g", "beta", "inside", "p", "b", "w")
 
 def reference(
     q, k, v, g=None, beta=None, *, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
-    use_qk_l2norm_in_kernel=False, do=None, dht=None, p=None, b=None, w=None,
+    use_qk_l2norm_in_kernel=False, do=None, dht=None, p=None, b=None, w=None, erase_before_decay=False,
 ):  # fmt: skip
     """Run an operator in float64 and, given cotangents, its gradients.
 
@@ -186,6 +188,7 @@ def reference(
       do: cotangent of o.
       dht: cotangent of the final state.
       p: erase keys [B, T, H, K], in the place of k.
+      erase_before_decay: whether erase keys read the state before the decay of their token.
       b, w: erase gates [B, T, HV, K], which multiply the erase keys, and write gates [B, T, HV, V] of the values.
 
     Returns:
@@ -194,7 +197,9 @@ def reference(
     arrays = dict(q=q, k=k, v=v, g=g, beta=beta, g_gamma=g_gamma, initial_state=initial_state, p=p, b=b, w=w)
     x = {name: np.asarray(value, np.float64) for name, value in arrays.items() if value is not None}
     if segment_ids is not None:
-        options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        options = dict(
+            scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, erase_before_decay=erase_before_decay
+        )
         return _in_segments(x, np.asarray(segment_ids), do, dht, options)
     x["inside"] = np.ones((*x["v"].shape[:2], 1))  # zero on the rows that only pad a short sequence
     T, cu = x["v"].shape[1], None if cu_seqlens is None else np.asarray(cu_seqlens)
@@ -204,11 +209,11 @@ def reference(
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     normalise = bool(use_qk_l2norm_in_kernel)
     if do is None and dht is None:
-        o, state, _ = _forward(x, scale, normalise)
+        o, state, _ = _forward(x, scale, normalise, early=erase_before_decay)
         return paste(o), state
     do = np.zeros(x["v"].shape) if do is None else cut(np.asarray(do, np.float64))
     N, HV, K, V = x["v"].shape[0], x["v"].shape[2], k.shape[-1], x["v"].shape[-1]
     dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
-    o, state, before = _forward(x, scale, normalise, keep=True)
-    grads = _backward(x, scale, normalise, before, do, dht)
+    o, state, before = _forward(x, scale, normalise, keep=True, early=erase_before_decay)
+    grads = _backward(x, scale, normalise, before, do, dht, erase_before_decay)
     return paste(o), state, {name: paste(d) if name in _PER_TOKEN else d for name, d in grads.items()}
