@@ -1,4 +1,4 @@
-"""A call with an argument of flash-linear-attention says what the caller does instead; any other call is Python's."""
+"""A call with an argument of another library, or with a slip of the pen, says what the caller does instead."""
 
 import inspect
 import re
@@ -42,7 +42,8 @@ def test_every_such_argument_of_a_call():
 @pytest.mark.parametrize(
     ("args", "more", "message"),
     [
-        (("ab",), {"revers": True}, "flip() got an unexpected keyword argument 'revers'"),
+        (("ab",), {"revers": 1}, "flip() got an unexpected keyword argument 'revers'. Did you mean 'reverse'?"),
+        (("ab",), {"other": 1}, "flip() got an unexpected keyword argument 'other'"),
         ((), {}, "flip() missing 1 required positional argument: 'x'"),
     ],
 )

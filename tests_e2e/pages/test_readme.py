@@ -124,6 +124,15 @@ def test_python(page, monkeypatch):
             assert printed.getvalue() == promised
 
 
+def test_blocks_that_replace_a_call_run_alone():
+    """Who moves from flash-linear-attention copies the block of the call that he moves."""
+    text = (ROOT / "docs/from-flash-linear-attention.md").read_text()
+    ours = [code for kind, code in BLOCK.findall(text) if kind == "python" and "chunkwise.pipeline import" in code]
+    assert len(ours) == 2
+    for code in ours:
+        exec(compile(code, "block", "exec"), {})
+
+
 def commands() -> list:
     """Return (page, command) of every line of every ```sh block."""
     found = []

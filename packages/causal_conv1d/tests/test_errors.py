@@ -156,28 +156,48 @@ def test_block_size_without_a_step():
         causal_conv1d_update(**good, block_size=4)
 
 
-TWICE = "`state_indices` must name a slot that is written only once; got one twice."
-RISES = "`cu_seqlens` must rise from 0 to at most T = 8"
-BELOW = "`state_indices` and the other indices must be below the number of slots 6."
+ONCE = "must name a slot that is written only once; got"
+RISES = "`cu_seqlens` must rise from 0 to at most T = 8; got"
+BELOW = "must be below 6, the number of slots; got 6 for sequence"
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(state_indices=int32([0, 1], [1, -1])), TWICE),
-        (dict(state_indices=int32([0, 0], [2, -1])), TWICE),
-        (dict(state_indices=int32(3, 3), num_decodes=0, num_sequences=2), TWICE),
-        (dict(block_state_indices=int32([-1], [2]), block_size=2), TWICE),
-        (dict(cu_seqlens=int32(0, 2, 1)), RISES),
-        (dict(cu_seqlens=int32(0, 2, 1), num_sequences=2), RISES),
-        (dict(cu_seqlens=int32(0, 2, 9), num_sequences=jnp.int32(2)), RISES),
-        (dict(cu_seqlens=int32(0, 2, 1), state_indices=int32([0, 1], [9, -1]), num_sequences=2), RISES),
-        (dict(state_indices=int32([0, 1], [6, -1]), num_sequences=2), BELOW),
-        (dict(read_indices=int32(3, 6)), BELOW),
-        (dict(read_indices=int32(2, 3)), "`state_indices` must not name a slot that another sequence starts from"),
-        (dict(num_accepted_tokens=int32(3, 1)), "`num_accepted_tokens` must be from 1 to 2."),
-        (dict(num_decodes=2), "`num_decodes` must count sequences of at most 2 tokens."),
-        (dict(num_decodes=2, num_sequences=1), "`num_decodes` must be at most `num_sequences`, and both from 0 to 2."),
+        (dict(state_indices=int32([0, 1], [1, -1])), f"`state_indices` {ONCE} 1 for sequence 0 and for sequence 1."),
+        (dict(state_indices=int32([0, 0], [2, -1])), f"`state_indices` {ONCE} 0 for sequence 0 and for sequence 0."),
+        (
+            dict(state_indices=int32(3, 3), num_decodes=0, num_sequences=2),
+            f"`state_indices` {ONCE} 3 for sequence 0 and for sequence 1.",
+        ),
+        (
+            dict(block_state_indices=int32([-1], [2]), block_size=2),
+            f"`state_indices` and `block_state_indices` {ONCE} 2 for sequence 1 and for sequence 1.",
+        ),
+        (dict(cu_seqlens=int32(0, 2, 1)), f"{RISES} [0, 2, 1]."),
+        (dict(cu_seqlens=int32(0, 2, 1), num_sequences=2), f"{RISES} 1 at [2]."),
+        (dict(cu_seqlens=int32(0, 2, 9), num_sequences=jnp.int32(2)), f"{RISES} 9 at [2]."),
+        (
+            dict(cu_seqlens=int32(1, 2, 1), state_indices=int32([0, 1], [9, -1]), num_sequences=2),
+            f"{RISES} 1 at [0].",
+        ),
+        (dict(state_indices=int32([0, 1], [6, -1]), num_sequences=2), f"`state_indices` {BELOW} 1."),
+        (dict(read_indices=int32(6, 3)), f"`read_indices` {BELOW} 0."),
+        (dict(block_state_indices=int32([-1], [6]), block_size=2), f"`block_state_indices` {BELOW} 1."),
+        (
+            dict(read_indices=int32(2, 3)),
+            "`state_indices` must not name a slot that another sequence starts from; got 2, from which sequence 0 "
+            "starts and which sequence 1 writes.",
+        ),
+        (dict(num_accepted_tokens=int32(3, 1)), "`num_accepted_tokens` must be from 1 to 2; got 3 at [0]."),
+        (
+            dict(num_decodes=2),
+            "`num_decodes` must count sequences of at most 2 tokens, which come first; got 2, and sequence 1 has 4.",
+        ),
+        (
+            dict(num_decodes=2, num_sequences=1),
+            "`num_decodes` must be at most `num_sequences`, and both from 0 to 2; got 2 and 1.",
+        ),
     ],
 )
 def test_wrong_values_of_a_step(wrong, message):

@@ -1,6 +1,7 @@
 """Wrong use of a layer gets an error that names the argument."""
 
 import dataclasses
+import inspect
 import re
 
 import jax
@@ -66,6 +67,30 @@ def weights():
 def test_config(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_random_weights_need_a_key():
+    with pytest.raises(ValueError, match=r"`key` must be a key of `jax.random`, as `jax.random.key\(0\)`; got int"):
+        init_gated_delta_net(0, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("argument", "end"),
+    [
+        ("attention_mask", ": give it as `segment_ids`, int32, with `padding_id=0`; a serving step takes only real"),
+        ("use_cache", ": call it `output_cache`."),
+        ("segment_id", ". Did you mean 'segment_ids'?"),
+        ("other", ""),
+    ],
+)
+def test_arguments_of_another_name(weights, argument, end):
+    """The signature shows the arguments that a layer has, and no others."""
+    message = f"gated_delta_net() got an unexpected keyword argument '{argument}'{end}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        gated_delta_net(X, weights, CONFIG, **{argument: None})
+    assert [*inspect.signature(gated_delta_net).parameters][-1] == "context_axis"
+    with pytest.raises(TypeError, match=r"ragged_gated_delta_net\(\) got an unexpected keyword argument 'use_cache': "):
+        ragged_gated_delta_net(X, weights, CONFIG, empty_cache(CONFIG, 1), None, use_cache=True)
 
 
 def test_value_heads_of_kimi():

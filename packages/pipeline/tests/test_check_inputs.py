@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import checkify
 
@@ -76,6 +77,69 @@ def test_wrong_boundaries(boundaries, value, index):
     assert under_jit(x).get().startswith(message)
 
 
+def test_boundaries_that_stop_short():
+    x = ONE_ROW | dict(cu_seqlens=jnp.array([0, 2, 4], jnp.int32), initial_state=X["initial_state"])
+    message = "`cu_seqlens` must end at T = 6, or before it with `allow_padding`; got 4 at [2]."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_inputs(**x)
+    assert under_jit(x).get().startswith(message)
+    check_inputs(**x, allow_padding=True)
+
+
+SUMS = "`g` must be the log decay of each token alone; got gates that fall from token to token in every sequence"
+
+
+@pytest.mark.parametrize("sums", ["of rows", "of chunks", "of documents"])
+def test_cumulative_gates(sums):
+    """As kernels of other libraries take them, for channels and documents too; the gates themselves pass."""
+    x = make_inputs(2, 64, H, HV, K, K, per_channel=sums == "of chunks")
+    ids = jnp.repeat(jnp.array([[0, 1, -1], [4, 4, 4]], jnp.int32), np.array([37, 20, 7]), axis=1)
+    more = dict(segment_ids=ids) if sums == "of documents" else {}
+    parts = {"of rows": [64], "of chunks": [16] * 4, "of documents": [37, 20, 7]}[sums]
+    g = jnp.concatenate([jnp.cumsum(y, 1) for y in jnp.split(x["g"], np.cumsum(parts)[:-1], axis=1)], axis=1)
+    if more:
+        # The second row is one document, and the first one ends with padding.
+        g = jnp.stack([g[0].at[57:].set(jnp.nan), jnp.cumsum(x["g"][1], 0)])
+    check_inputs(**x, **more)
+    with pytest.raises(ValueError, match=SUMS):
+        check_inputs(**x | {"g": g}, **more)
+    if more:
+        assert under_jit(x | {"g": g} | more).get().startswith(SUMS)
+
+
+def test_right_gates_that_fall():
+    """Constant gates, resets, and short documents of which each has a falling gate or two."""
+    g = jnp.broadcast_to(-jnp.arange(2.0), (1, 64, HV))
+    x = {name: y[:1] for name, y in make_inputs(2, 64, H, HV, K, K).items()}
+    check_inputs(**x | {"g": jnp.full_like(g, -0.1)})
+    check_inputs(**x | {"g": jnp.full_like(g, -jnp.inf)})
+    check_inputs(**x, cu_seqlens=jnp.arange(0, 65, 2, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gates_to_base_2(dtype):
+    """With the bound of the law they are found; a bound in the type of the gates is within itself."""
+    bound = -5.3
+    g = (bound * jax.nn.sigmoid(9 * jax.random.normal(jax.random.key(0), (B, T, HV)))).astype(dtype)
+    check_inputs(**X | {"g": g}, min_gate=bound)
+    message = r"`g` must be at least `min_gate` = -5.3 nats; got -[67]\.\d+ at \[\d, \d, \d\]"
+    base_2 = ", and all entries are at least -7.64628, as logs to base 2 are: multiply these by ln 2."
+    with pytest.raises(ValueError, match=message + re.escape(base_2)):
+        check_inputs(**X | {"g": g * jnp.asarray(1.4427, dtype)}, min_gate=bound)
+    with pytest.raises(ValueError, match=r"`g` must be at least `min_gate` = -5.3 nats; got -99 at \[1, 0, 0\]\.$"):
+        check_inputs(**X | {"g": g.at[1, 0, 0].set(-99)}, min_gate=bound)
+
+
+def test_a_sigmoid_of_a_sigmoid():
+    x = make_inputs(4, 16, H, HV, K, K)
+    message = (
+        r"`beta` must be raw with `use_beta_sigmoid_in_kernel`; got .* at \[0, 0, 0\], and all entries are from 0 to 1"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_inputs(**x, use_beta_sigmoid_in_kernel=True)
+    check_inputs(**x | {"beta": x["beta"] - 0.5}, use_beta_sigmoid_in_kernel=True)
+
+
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_right_values_of_every_operator(operator):
     """Padding may hold anything."""
@@ -86,7 +150,7 @@ def test_right_values_of_every_operator(operator):
     for batch in (
         x,
         poison_padding(x, segment_ids=ids) | dict(segment_ids=ids),
-        poison_padding(row, boundaries) | dict(cu_seqlens=boundaries),
+        poison_padding(row, boundaries) | dict(cu_seqlens=boundaries, allow_padding=True),
     ):
         check_inputs(**batch)
 

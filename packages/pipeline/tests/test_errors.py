@@ -198,6 +198,16 @@ def test_states_too_large_for_the_fused_kernels(name, K):
     jax.eval_shape(lambda x: operator.function(**x, implementation="staged"), x)
 
 
+def test_pools_of_the_wrong_kind():
+    x, pool = make_inputs(3, 1, 1, 1, 16, 16), jnp.zeros((8, 1, 16, 16))
+    message = r"`initial_state` must have shape .* = \(3, 1, 16, 16\); got \(8, 1, 16, 16\): a pool of slots comes with"
+    with pytest.raises(ValueError, match=message):
+        recurrent_gated_delta_rule(**x, initial_state=pool)
+    step = dict(cu_seqlens=jnp.array([0, 1], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="`states` must be a StatePool of `make_pool` if states are int8; got"):
+        ragged_gated_delta_rule(**{n: y[:1] for n, y in x.items()}, states=pool.astype(jnp.int8), **step)
+
+
 @pytest.mark.parametrize("slots", [[0, 1], [1, 1]], ids=["right", "wrong"])
 def test_a_step_that_is_a_constant_of_a_program(slots):
     """Its values are known inside of jit too, and are checked there."""
@@ -229,12 +239,21 @@ def unlabelled(operator, *sizes) -> dict:
 
 
 @HEAD_FIRST
-def test_head_first_tensors_get_a_warning(operator):
-    x = unlabelled(operator, 1, 2, 3, 3, 8, 8)
-    message = r"`q` should have shape \[B, T, H, K\]; got \(1, 2, 3, 8\), with T = 2 less than H = 3: are the tensors"
+@pytest.mark.parametrize("T", [2, 3])
+def test_head_first_tensors_get_a_warning(operator, T):
+    x = unlabelled(operator, 1, T, 3, 3, 8, 8)
+    message = rf"`q` should have shape \[B, T, H, K\]; got \(1, {T}, 3, 8\), with T = {T} and H = 3: are the tensors"
     with pytest.warns(UserWarning, match=message) as caught:
         jax.eval_shape(lambda: operator.function(**x))
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@HEAD_FIRST
+def test_head_first_tensors_with_groups_of_value_heads(operator):
+    x = {name: jnp.swapaxes(y, 1, 2) for name, y in unlabelled(operator, 2, 6, 2, 4, 8, 8).items()}
+    message = r"`v` must have shape .* = \(2, 2, any, any\); got \(2, 4, 6, 8\): head-first tensors, .* need `jnp.swap"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: operator.function(**x))
 
 
 @HEAD_FIRST
@@ -281,6 +300,26 @@ PARTS = [
     solve_tril.solve_tril,
     wy_fast.recompute_w_u,
 ]
+
+
+# What people type, by the kind of the function, and the argument that is nearly that; None where `INSTEAD` has a text.
+SLIPS = {
+    "chunk": {"attention_mask": None, "states": None, "use_qk_l2norm": "use_qk_l2norm_in_kernel"},
+    "recurrent": {"attention_mask": None, "segment_ids": None, "states": None, "state_index": "state_indices"},
+    "ragged": {"attention_mask": None, "segment_ids": None, "initial_state": None, "output_final_state": None,
+               "use_qk_l2norm": "use_qk_l2norm_in_kernel"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OPERATIONS, ids=lambda function: function.__name__)
+def test_arguments_of_another_name(function):
+    for name, near in SLIPS[function.__name__.partition("_")[0]].items():
+        if near is not None and near not in inspect.signature(function).parameters:
+            continue
+        end = f". Did you mean '{near}'?" if near else f": {INSTEAD[name]}"
+        message = f"{function.__name__}() got an unexpected keyword argument '{name}'{end}"
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            function(None, **{name: None})
 
 
 @pytest.mark.parametrize("function", OPERATIONS + PARTS, ids=lambda function: function.__name__)

@@ -322,12 +322,20 @@ STEP = dict(
 WRONG = {
     "rise": dict(cu_seqlens=np.array([0, 1, 0, 80], np.int32)),
     "at most T": dict(cu_seqlens=np.array([0, 1, 3, 200], np.int32)),
-    "at most `num_sequences`": dict(num_decodes=3, num_sequences=2),
-    "at most 2 tokens": dict(cu_seqlens=np.array([0, 1, 4, 80], np.int32)),
-    "from 1 to 2": dict(num_accepted_tokens=np.array([1, 3, 1], np.int32)),
-    "below the number of slots": dict(state_indices=np.array([[0, 1], [2, 40], [4, 5]], np.int32)),
-    "only once": dict(state_indices=np.array([[0, 1], [2, 0], [4, 5]], np.int32)),
-    "another sequence": dict(read_indices=np.array([2, 2, 4], np.int32)),
+    "at most `num_sequences`, and both from 0 to 3; got 3 and 2": dict(num_decodes=3, num_sequences=2),
+    "at most 2 tokens, which come first; got 2, and sequence 1 has 3": dict(
+        cu_seqlens=np.array([0, 1, 4, 80], np.int32)
+    ),
+    r"from 1 to 2; got 3 at \[1\]": dict(num_accepted_tokens=np.array([1, 3, 1], np.int32)),
+    "below 40, the number of slots; got 40 for sequence 1": dict(
+        state_indices=np.array([[0, 1], [2, 40], [4, 5]], np.int32)
+    ),
+    "only once; got 0 for sequence 0 and for sequence 1": dict(
+        state_indices=np.array([[0, 1], [2, 0], [4, 5]], np.int32)
+    ),
+    "starts from; got 2, from which sequence 0 starts and which sequence 1 writes": dict(
+        read_indices=np.array([2, 2, 4], np.int32)
+    ),
 }
 
 

@@ -56,8 +56,7 @@ def chunk_fwd_o(
     """
     B, T, H, K = checks.check_array("k", k, "B T H K")
     checks.check_array("q", q, "B T H K", (B, T, H, K))
-    HV, V = checks.check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    checks.check_heads(H, HV)
+    HV, V = checks.check_value_heads(v, (B, T, H, K))
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     if g_gamma is not None:
         checks.check_array("g_gamma", g_gamma, "HV", (HV,))

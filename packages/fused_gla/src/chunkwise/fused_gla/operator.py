@@ -17,8 +17,7 @@ def check(x: Arguments, options: Options) -> None:
     """Check the tensors of an operator, with gates per head or per channel."""
     B, T, H, K = checks.check_array("k", x.k, "B T H K")
     checks.check_array("q", x.q, "B T H K", (B, T, H, K))
-    HV = checks.check_array("v", x.v, "B T HV V", (B, T, None, None))[2]
-    checks.check_heads(H, HV)
+    HV, _ = checks.check_value_heads(x.v, (B, T, H, K))
     checks.check_gates("g", x.g, (B, T, HV), K)
     if x.g_gamma is not None:
         checks.check_array("g_gamma", x.g_gamma, "HV", (HV,))

@@ -11,8 +11,8 @@ from flax import nnx
 
 from chunkwise import layers
 from chunkwise.integrations import mesh
-from chunkwise.layers import parameters, place
-from chunkwise.shared.call import checks
+from chunkwise.layers import layer, parameters, place
+from chunkwise.shared.call import checks, unknown_arguments
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
 
@@ -50,7 +50,7 @@ class _Layer(nnx.Module):
             copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
             copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
             copy.__qualname__ = f"{cls.__qualname__}.{name}"
-            setattr(cls, name, copy)
+            setattr(cls, name, unknown_arguments.explained(copy, layer.INSTEAD))
         # The metaclass of flax has a call with any arguments, which hides the signature.
         signature = inspect.signature(cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])

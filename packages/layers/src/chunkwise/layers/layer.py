@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.layers import config, parameters, running
-from chunkwise.shared.call import arguments
+from chunkwise.shared.call import arguments, unknown_arguments
+
+# What to do instead of an argument that layers of transformers and of flash-linear-attention have.
+INSTEAD = {
+    "attention_mask": "give it as `segment_ids`, int32, with `padding_id=0`; a serving step takes only real tokens.",
+    "hidden_states": "call it `x`.",
+    "past_key_values": "give the cache of this layer alone as `cache`.",
+    "cache_params": "give the cache of this layer alone as `cache`.",
+    "use_cache": "call it `output_cache`.",
+}
 
 Config = TypeVar("Config", bound=config.LayerConfig)
 Weights = TypeVar("Weights")
@@ -148,8 +157,9 @@ class Definition(Generic[Config, Weights]):
 
         def run(
             x, weights, config, cache=None, output_cache=False, *, cu_seqlens=None, segment_ids=None, padding_id=-1,
-            implementation=None, sharding=None, context_axis=None,
+            implementation=None, sharding=None, context_axis=None, **unknown,
         ):  # fmt: skip
+            _refuse(call, unknown)
             over = running.Sequences(
                 cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
             )
@@ -157,15 +167,18 @@ class Definition(Generic[Config, Weights]):
             y, cache = self.mix(x, weights, config, over)
             return y, cache if output_cache else None
 
-        return self._named("", run, OverSequences.__call__, self.mix.__doc__)
+        call = self._named("", run, OverSequences.__call__, self.mix.__doc__)
+        return call
 
     @functools.cached_property
     def over_step(self) -> OverStep[Config, Weights]:
         """The layer over a serving step, from a pool and into it."""
 
         def run(
-            x, weights, config, pool, step, *, block_size=None, decode_tokens=None, implementation=None, sharding=None
-        ):
+            x, weights, config, pool, step, *, block_size=None, decode_tokens=None, implementation=None, sharding=None,
+            **unknown,
+        ):  # fmt: skip
+            _refuse(call, unknown)
             over = running.Serving(pool, step, block_size, decode_tokens, implementation, sharding)
             self._check(x, weights, config, over)
             return self.mix(x, weights, config, over)
@@ -174,7 +187,8 @@ class Definition(Generic[Config, Weights]):
         first = first.replace(
             "hidden states, and its cache after them", "the tokens of a serving step, and its pool after it"
         )
-        return self._named("ragged_", run, OverStep.__call__, f"{first}\n\n`{self.name}` has the equations.")
+        call = self._named("ragged_", run, OverStep.__call__, f"{first}\n\n`{self.name}` has the equations.")
+        return call
 
     @functools.cached_property
     def random_weights(self) -> Init[Config, Weights]:
@@ -214,4 +228,15 @@ class Definition(Generic[Config, Weights]):
         equations, label, figures = inspect.cleandoc(doc or "").partition("Accuracy:")
         arguments = inspect.cleandoc(signature.__doc__ or "").partition("\n\n")[2]
         function.__doc__ = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))
+        # Without the names that the function only refuses.
+        parameters = inspect.signature(function).parameters.values()
+        function.__signature__ = inspect.Signature([x for x in parameters if x.kind != x.VAR_KEYWORD])
         return function
+
+
+def _refuse(function: Callable, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that a function does not have; it calls this itself, without a wrapper."""
+    name = function.__qualname__
+    unknown_arguments.check(name, [*unknown], inspect.signature(function).parameters, INSTEAD)
+    if unknown:
+        raise TypeError(f"{name}() got an unexpected keyword argument '{next(iter(unknown))}'")

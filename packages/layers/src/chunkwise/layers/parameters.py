@@ -25,6 +25,8 @@ class Initial:
     """
 
     def __init__(self, key: jax.Array, dtype):
+        kind = type(key).__name__
+        checks.check(hasattr(key, "dtype"), f"`key` must be a key of `jax.random`, as `jax.random.key(0)`; got {kind}.")
         self.key, self.dtype = key, dtype
 
     def _next(self) -> jax.Array:

@@ -1,6 +1,7 @@
 """Check the values of a training batch, for programs that shall raise an error where an operator cannot."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import lax
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
+from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, gates, signature
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import chunking, tiles
@@ -16,6 +18,10 @@ from chunkwise.two_keys import operator as two_keys
 
 # The largest relative error of float32 sums of squares.
 _ROUNDING = 1e-5
+# The largest relative error of a constant that somebody types for 1 / ln 2.
+_CONSTANT = 1e-3
+# How many tokens with falling gates, and how many raw numbers between 0 and 1, are no accident.
+_SORTED, _UNSIGNED = 30, 32
 # From wrong entries to wrong entries outside of padding.
 Where = Callable[[jax.Array], jax.Array]
 
@@ -41,8 +47,10 @@ def check_inputs(
     use_erase_sigmoid_in_kernel: bool = False,
     use_write_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    min_gate: float | None = None,
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    allow_padding: bool = False,
 ) -> None:
     """Check the values of a training batch, beyond its shapes and types.
 
@@ -51,8 +59,12 @@ def check_inputs(
 
     - numbers that are not finite, except gates of -inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
-    - step sizes and erase gates out of their range, and keys so long that the recurrence of a delta rule diverges,
-    - boundaries that fall or pass the end, and rows that are padded with segment ids of 0.
+    - gates that fall from token to token in every sequence, as their cumulative sums do,
+    - gates below `min_gate`, as logs to base 2 are if the gates of the model have a bound; without a bound the values
+      of such logs look as right as any,
+    - step sizes and erase gates out of their range, or of which the sigmoid is taken twice, and keys so long that the
+      recurrence of a delta rule diverges,
+    - boundaries that fall, pass the end or stop short of it, and rows that are padded with segment ids of 0.
 
     Padding may hold anything. Outside of jit an error names the first fault. Inside of jit nothing can be raised,
     unless the program is made for it::
@@ -67,8 +79,10 @@ def check_inputs(
         operator.
       use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
+      min_gate: the bound of gates in nats that are not raw, such as -5 for a law with this `lower_bound`; static.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
         look like padding, but 0 is a document here.
+      allow_padding: whether padding may follow the last of `cu_seqlens`; static. Without it boundaries end at T.
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
@@ -78,8 +92,8 @@ def check_inputs(
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     x, options, _ = signature.to_records(locals() | dict(allow_neg_eigval=doubled))
     _check_types(x, options)
-    checks.check_flags(allow_neg_eigval=allow_neg_eigval)
-    checks.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval))
+    checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
+    checks.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding))
 
 
 def _check_types(x: Arguments, options: arguments.Options) -> None:
@@ -97,11 +111,13 @@ def _check_types(x: Arguments, options: arguments.Options) -> None:
     arguments.check_shared(x, options)
 
 
-def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: bool) -> Iterator[checks.Fault]:
+def _find_faults(
+    x: Arguments, options: arguments.Options, allow_neg_eigval: bool, allow_padding: bool
+) -> Iterator[checks.Fault]:
     """Yield the faults that the values of a batch may have."""
     T, raw = x.q.shape[1], options.activation
     if x.cu_seqlens is not None:
-        yield _boundaries(x.cu_seqlens, T)
+        yield from _boundaries(x.cu_seqlens, T, allow_padding)
     if x.segment_ids is not None:
         yield _padding(x.segment_ids)
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, T)
@@ -113,11 +129,17 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
         y = getattr(x, name)
         if y is not None:
             where = inside if name in tokens else everywhere
-            yield _fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
+            yield checks.fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
     if x.g is not None and not raw.use_gate_in_kernel:
         yield from _gates("g", x.g, inside)
+        if options.min_gate is not None:
+            yield from _bound(x.g, options.min_gate, inside)
+        yield _sums(x, valid)
     if x.g_gamma is not None:
         yield from _gates("g_gamma", x.g_gamma, everywhere)
+    for name, flag in (("beta", "beta"), ("b", "erase"), ("w", "write")):
+        if getattr(raw, f"use_{flag}_sigmoid_in_kernel"):
+            yield _twice(name, getattr(x, name), f"use_{flag}_sigmoid_in_kernel", inside)
     if x.beta is None and x.b is None:
         return
     if x.b is not None:
@@ -129,17 +151,21 @@ def _find_faults(x: Arguments, options: arguments.Options, allow_neg_eigval: boo
     else:
         most = 2 if allow_neg_eigval else 1
         rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
-        yield _fault(inside((beta < 0) | (beta > most)), beta, rule)
+        yield checks.fault(inside((beta < 0) | (beta > most)), beta, rule)
     if not options.use_qk_l2norm_in_kernel:
         yield _lengths(x.k, x.k if x.p is None else x.p, beta, inside)
 
 
-def _boundaries(cu_seqlens: jax.Array, T: int) -> checks.Fault:
-    """Return the fault of boundaries that do not rise from 0 to at most T."""
+def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[checks.Fault]:
+    """Yield the faults of boundaries that do not rise from 0 to at most T, or stop short of T."""
     first = jnp.arange(cu_seqlens.shape[0]) == 0
     before = jnp.pad(cu_seqlens[:-1], (1, 0))
     wrong = (cu_seqlens < before) | (cu_seqlens > T) | (first & (cu_seqlens != 0))
-    return _fault(wrong, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {T}")
+    yield checks.fault(wrong, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {T}")
+    if not allow_padding:
+        last = jnp.arange(cu_seqlens.shape[0]) == cu_seqlens.shape[0] - 1
+        rule = f"`cu_seqlens` must end at T = {T}, or before it with `allow_padding`"
+        yield checks.fault(last & (cu_seqlens < T), cu_seqlens, rule)
 
 
 def _padding(segment_ids: jax.Array) -> checks.Fault:
@@ -148,7 +174,7 @@ def _padding(segment_ids: jax.Array) -> checks.Fault:
     trailing = later == 0
     padded = jnp.all(trailing | (segment_ids > 0), axis=1, keepdims=True) & ~jnp.all(trailing, axis=1, keepdims=True)
     rule = "`segment_ids` must be below 0 for padding, because 0 is a document"
-    return _fault(trailing & padded, segment_ids, rule, ", the first of the zeros that end a row")
+    return checks.fault(trailing & padded, segment_ids, rule, ", the first of the zeros that end a row")
 
 
 def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
@@ -156,8 +182,49 @@ def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
     decays = (g > 0) & (g <= 1)
     only = ~jnp.any(where(~decays))
     rule = f"`{name}` must be at most 0, the log of a decay"
-    yield _fault(where(decays) & only, g, rule, ", and all entries are from 0 to 1: take the log of a decay")
-    yield _fault(where(~(g <= 0)), g, rule)
+    yield checks.fault(where(decays) & only, g, rule, ", and all entries are from 0 to 1: take the log of a decay")
+    yield checks.fault(where(~(g <= 0)), g, rule)
+
+
+def _bound(g: jax.Array, least: float, where: Where) -> Iterator[checks.Fault]:
+    """Yield the faults of gates below a bound: first if logs to base 2 would obey it, then all others."""
+    rounded = 1 + float(jnp.finfo(g.dtype).eps)
+    below, base_2 = g < least * rounded, least * tiles.LOG2_E
+    only = ~jnp.any(where(g < base_2 * rounded * (1 + _CONSTANT)))
+    rule = f"`g` must be at least `min_gate` = {least:g} nats"
+    more = f", and all entries are at least {base_2:g}, as logs to base 2 are: multiply these by ln 2"
+    yield checks.fault(where(below) & only, g, rule, more)
+    yield checks.fault(where(below), g, rule)
+
+
+def _sums(x: Arguments, valid: jax.Array | None) -> checks.Fault:
+    """Return the fault of gates that fall from token to token in every sequence, as sums over tokens or chunks do."""
+    g: Any = x.g
+    T, tokens = g.shape[1], jnp.arange(g.shape[1], dtype=jnp.int32)[None]
+    owners = x.segment_ids if x.cu_seqlens is None else chunking.token_owners(T, x.cu_seqlens)[None]
+    owners = jnp.zeros_like(tokens) if owners is None else owners
+    begins = jnp.pad(owners[:, 1:] != owners[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    place = tokens - lax.cummax(jnp.where(begins, tokens, 0), axis=1)
+    # The sums of a chunk begin again at the next one.
+    follows = place % min(tuning.CHUNK_SIZES) != 0
+    follows = follows if valid is None else follows & valid
+    heads = tuple(range(2, g.ndim))
+    before = jnp.pad(g[:, :-1], ((0, 0), (1, 0), *((0, 0) for _ in heads)))
+    falls = follows & jnp.all(g <= before, axis=heads) & jnp.any(g < before, axis=heads)
+    # Random gates of so many tokens do not all fall, whatever their heads have in common.
+    wrong = (jnp.sum(falls, dtype=jnp.int32) >= _SORTED) & jnp.all(falls == follows)
+    return checks.Fault(
+        wrong,
+        "`g` must be the log decay of each token alone; got gates that fall from token to token in every sequence, as "
+        "cumulative sums do.",
+    )
+
+
+def _twice(name: str, y: jax.Array, flag: str, where: Where) -> checks.Fault:
+    """Return the fault of raw numbers that are all between 0 and 1, and so many that this is no accident."""
+    only = ~jnp.any(where(~((y > 0) & (y < 1))))
+    rule = f"`{name}` must be raw with `{flag}`"
+    return checks.fault(where(y > 0) & only & (y.size >= _UNSIGNED), y, rule, ", and all entries are from 0 to 1")
 
 
 def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
@@ -173,22 +240,4 @@ def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> check
         if channels or p is not k
         else "`k` must have |k|^2 beta of at most 2, or states grow"
     )
-    return _fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")
-
-
-def _fault(wrong: jax.Array, y: jax.Array, rule: str, more: str = "") -> checks.Fault:
-    """Return the fault of an array that is `wrong` in some places; the message has the first one and its value."""
-    at = ", ".join(f"{{i{axis}}}" for axis in range(y.ndim))
-    integers = jnp.issubdtype(y.dtype, jnp.integer)
-    form, y = ("{value}", y) if integers else ("{value:g}", y.astype(jnp.float32))
-    return checks.Fault(jnp.any(wrong), f"{rule}; got {form} at [{at}]{more}.", lambda: _first(wrong, y))
-
-
-def _first(wrong: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """Return the indices and the value of the first wrong entry; reductions alone find it, which run on any mesh."""
-    found = {}
-    for axis in range(y.ndim):
-        others = tuple(other for other in range(y.ndim) if other != axis)
-        found[f"i{axis}"] = jnp.argmax(jnp.any(wrong, axis=others))
-        wrong &= lax.broadcasted_iota(jnp.int32, y.shape, axis) == found[f"i{axis}"]
-    return found | dict(value=jnp.sum(jnp.where(wrong, y, jnp.zeros((), y.dtype)), dtype=y.dtype))
+    return checks.fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")

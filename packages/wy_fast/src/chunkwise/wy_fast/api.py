@@ -52,8 +52,7 @@ def recompute_w_u(
     Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), section 3.2.
     """
     B, T, H, K = checks.check_array("k", k, "B T H K")
-    HV, V = checks.check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    checks.check_heads(H, HV)
+    HV, V = checks.check_value_heads(v, (B, T, H, K))
     checks.check_array("beta", beta, "B T HV", (B, T, HV))
     C = checks.check_array("A_inv", A_inv, "B T HV C", (B, T, HV, None))[3]
     checks.check(

@@ -192,17 +192,17 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
 
 
 def warn_head_first(x: Arguments, options: Options) -> None:
-    """Warn the caller of an operator whose tensors seem to be [B, H, T, K]: read as [B, T, H, K], they have T < H.
+    """Warn the caller of an operator whose tensors seem to be [B, H, T, K]: read as [B, T, H, K], they have T <= H.
 
     Such tensors raise an error elsewhere if value heads are grouped, or if another argument shows how many heads or how
     many tokens there are. Under a `context_axis` a small T is usual, because it is a device's part of the tokens.
     """
     T, H = x.q.shape[1:3]
     telling = (x.initial_state, x.cu_seqlens, x.segment_ids, x.g_gamma, x.A_log, options.context_axis)
-    if T < H == x.v.shape[2] and all(y is None for y in telling):
+    if T <= H == x.v.shape[2] and H > 1 and all(y is None for y in telling):
         warnings.warn(
-            f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} less than H = {H}: are the "
-            f"tensors head-first, [B, H, T, K]?",
+            f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} and H = {H}: are the tensors "
+            f"head-first, [B, H, T, K]?",
             # To the line that calls the operator, past this function, `Operator.chunk` and `signature`.
             stacklevel=4,
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import checkify
 
 from chunkwise.shared import compat, tuning
@@ -38,6 +39,24 @@ class Fault(NamedTuple):
     wrong: jax.Array
     message: str
     numbers: Callable[[], dict[str, Any]] = dict
+
+
+def fault(wrong: jax.Array, y: jax.Array, rule: str, more: str = "") -> Fault:
+    """Return the fault of an array that is `wrong` in some places; the message has the first one and its value."""
+    at = ", ".join(f"{{i{axis}}}" for axis in range(y.ndim))
+    integers = jnp.issubdtype(y.dtype, jnp.integer)
+    form, y = ("{value}", y) if integers else ("{value:g}", y.astype(jnp.float32))
+    return Fault(jnp.any(wrong), f"{rule}; got {form} at [{at}]{more}.", lambda: _first(wrong, y))
+
+
+def _first(wrong: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Return the indices and the value of the first wrong entry; reductions alone find it, which run on any mesh."""
+    found = {}
+    for axis in range(y.ndim):
+        others = tuple(other for other in range(y.ndim) if other != axis)
+        found[f"i{axis}"] = jnp.argmax(jnp.any(wrong, axis=others))
+        wrong &= lax.broadcasted_iota(jnp.int32, y.shape, axis) == found[f"i{axis}"]
+    return found | dict(value=jnp.sum(jnp.where(wrong, y, jnp.zeros((), y.dtype)), dtype=y.dtype))
 
 
 def are_known(arrays: Iterable[Any]) -> bool:
@@ -123,6 +142,19 @@ def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = 
 def check_heads(H: int, HV: int, name: str = "v") -> None:
     """Check that the HV value heads of the argument of this name can share H query and key heads evenly."""
     check(HV % H == 0, f"`{name}` must have a multiple of the heads of `k`; got {HV} value heads for {H} key heads.")
+
+
+def check_value_heads(v, keys: tuple[int, ...]) -> tuple[int, int]:
+    """Check the values [B, T, HV, V] that belong to keys of shape (B, T, H, K), and return HV and V."""
+    (B, T, H, _), shape = keys, tuple(getattr(v, "shape", ()))
+    # Keys and values whose heads come first seem to have as many heads, and other tokens.
+    swapped = len(shape) == 4 and shape[0] == B and shape[2] == H and shape[1] > T and shape[1] % T == 0
+    wanted = f"[B, T, HV, V] = ({B}, {T}, any, any)"
+    instead = "head-first tensors, [B, H, T, K] and [B, HV, T, V], need `jnp.swapaxes(x, 1, 2)`"
+    check(not swapped, f"`v` must have shape {wanted}; got {shape}: {instead}.")
+    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
+    check_heads(H, HV)
+    return HV, V
 
 
 def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
@@ -397,8 +429,7 @@ def check_gated(q, k, v, g, per_channel: bool) -> tuple[int, int, int, int, int,
     """Check queries, keys, values and gates per head or per channel, and return B, T, H, HV, K, V."""
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
-    HV, V = check_array("v", v, "B T HV V", (B, T, None, None))[2:]
-    check_heads(H, HV)
+    HV, V = check_value_heads(v, (B, T, H, K))
     gate = (B, T, HV, K) if per_channel else (B, T, HV)
     check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
     return B, T, H, HV, K, V

@@ -1,8 +1,9 @@
-"""The errors for arguments that flash-linear-attention or its copies have, and the called function does not."""
+"""The errors for arguments that the called function does not have, but other libraries or functions beside it do."""
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable)
@@ -12,6 +13,10 @@ _LAYOUT = (
     "and after the call."
 )
 _HOST = "leave it out; `cu_seqlens` is an array of the device here, and nothing is found from it on the host."
+_MASK = (
+    "`segment_ids=attention_mask - 1` of the functions over whole sequences says it for integers: 0 at tokens, and "
+    "below 0 at padding."
+)
 _SLOTS = "name the slots of a pool by `state_indices`, which the recurrent and ragged functions take."
 
 INSTEAD = {
@@ -41,20 +46,45 @@ INSTEAD = {
     "residual": "leave it out, and add it to the result of a convolution, or to `x` before a norm.",
     "cache": "call it `states`, without the oldest of its W inputs and with channels last: "
     "`jnp.swapaxes(cache, -1, -2)[:, 1:]`.",
+    "attention_mask": _MASK,
+    "padding_mask": _MASK,
+    "seq_idx": "call it `segment_ids`, which the functions over whole sequences take.",
+    "segment_ids": "the functions over whole sequences take it; here `cu_seqlens` has the boundaries of sequences.",
+    "initial_state": "call it `states`, the pool with the states of all sequences.",
+    "states": "call it `initial_state`.",
+    "output_final_state": "leave it out; a serving step always returns the pool with the final states.",
+    "softmax_scale": "call it `scale`.",
+    "sm_scale": "call it `scale`.",
 }
 """What to do instead, by the name of the argument. Some functions here do have one of these arguments."""
 
 
-def explained(function: Function) -> Function:
-    """Return a function whose TypeError for such an argument says what to do instead."""
+def explained(function: Function, instead: Mapping[str, str] = INSTEAD) -> Function:
+    """Return a function whose TypeError for unknown arguments says what to do instead, by the texts of `instead`."""
     known = inspect.signature(function).parameters
-    instead = {name: text for name, text in INSTEAD.items() if name not in known}
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if not instead.keys().isdisjoint(kwargs):
-            begin = f"{function.__qualname__}() got an unexpected keyword argument"
-            raise TypeError("\n".join(f"{begin} '{name}': {instead[name]}" for name in kwargs if name in instead))
+        check(function.__qualname__, [name for name in kwargs if name not in known], known, instead)
         return function(*args, **kwargs)
 
     return cast("Function", call)
+
+
+def check(function: str, unknown: Sequence[str], known: Iterable[str], instead: Mapping[str, str]) -> None:
+    """Raise TypeError for names that are no arguments of a function, if there is something to say about one of them.
+
+    A name that has no text, but is nearly the name of an argument of the function, is taken for a slip of the pen.
+    """
+    ends = [_end(name, known, instead) for name in unknown]
+    if any(ends):
+        begin = f"{function}() got an unexpected keyword argument"
+        raise TypeError("\n".join(f"{begin} '{name}'{end}" for name, end in zip(unknown, ends, strict=True)))
+
+
+def _end(name: str, known: Iterable[str], instead: Mapping[str, str]) -> str:
+    """Return the end of the error for an unknown argument; empty if there is nothing to say."""
+    if name in instead:
+        return f": {instead[name]}"
+    near = difflib.get_close_matches(name, known, 1)
+    return f". Did you mean '{near[0]}'?" if near else ""

@@ -26,6 +26,12 @@ def check_states(x: Arguments) -> None:
         x.initial_state is not None or not pooled,
         "`state_indices` must come with the pool as `initial_state`; got None.",
     )
+    shape, wanted = tuple(getattr(x.initial_state, "shape", (0,))), (x.num_states, HV, K, V)
+    checks.check(
+        pooled or shape[0] == wanted[0] or shape[1:] != wanted[1:],
+        f"`initial_state` must have shape [N, HV, K, V] = {wanted}; got {shape}: a pool of slots comes with "
+        f"`state_indices`.",
+    )
     checks.check_initial_state(x.initial_state, (None if pooled else x.num_states, HV, K, V))
     checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
     if pooled:

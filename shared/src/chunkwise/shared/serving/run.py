@@ -35,6 +35,10 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     if known is pool:
         state_pool.check_pool(pool, H, HV, K, V, x.g is not None and x.g.ndim == 4)
     else:
+        scaled = getattr(pool, "dtype", None) != jnp.int8
+        checks.check(
+            scaled, "`states` must be a StatePool of `make_pool` if states are int8; got an array without scales."
+        )
         checks.check_array("states", pool, "slots HV K V", (None, HV, K, V))
     if options.block_size is not None and options.chunk_size is None:
         options = options._replace(chunk_size=tuning.BLOCK_CHUNK_SIZE)

@@ -5,8 +5,8 @@ of a pool and end in slots of this pool. The number of decodes is traced, so tha
 """
 
 import functools
-import itertools
 import numbers
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -114,55 +114,85 @@ def find_faults(
     step = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens)
     indices: Any = slots.state_indices
     W = decode_tokens or (1 if indices.ndim == 1 else indices.shape[1])
-    given = (slots.num_decodes, 0), (slots.num_sequences, N)
-    counts = (0, *(otherwise if x is None else x for x, otherwise in given), N)
-    _, decodes, sequences, _ = counts
-    exists = jnp.arange(N, dtype=jnp.int32) < sequences
-    start, end = cu_seqlens[:-1], cu_seqlens[1:]
+    index = jnp.arange(N, dtype=jnp.int32)
+    count = lambda value, otherwise: jnp.int32(otherwise) if value is None else value
+    decodes, sequences = count(slots.num_decodes, 0), count(slots.num_sequences, N)
+    exists, start, end = index < sequences, cu_seqlens[:-1], cu_seqlens[1:]
+    falls = jnp.concatenate([cu_seqlens[:1] != 0, exists & ((start > end) | (end > num_tokens))])
     accepted = jnp.ones(N, jnp.int32) if slots.num_accepted_tokens is None else slots.num_accepted_tokens
-    # Every slot that is written, and the sequence that writes it.
-    of = jnp.arange(N, dtype=jnp.int32)[:, None]
-    written = [(step.decodes.target, of), (step.prefills.target, of)]
-    if slots.block_state_indices is not None:
-        assert block_size is not None
-        written.append((full_blocks(step.prefills, block_size)[1], of))
-    target, writer = (
-        jnp.concatenate([y.reshape(-1) for y in each])
-        for each in zip(*((x, jnp.broadcast_to(n, x.shape)) for x, n in written), strict=True)
-    )
-    source = jnp.maximum(step.decodes.source, step.prefills.source)
-    kept, pairs = target >= 0, target[:, None] == target[None]
-    twice = jnp.sum(pairs & kept[None], axis=1, dtype=jnp.int32) > 1
-    crossed = (source[:, None] == target[None]) & kept[None] & (of != writer[None])
+    lengths = jnp.where(index < decodes, end - start, jnp.int32(0))
     return [
         checks.Fault(
-            jnp.any(jnp.stack([jnp.asarray(a > b) for a, b in itertools.pairwise(counts)])),
-            f"`num_decodes` must be at most `num_sequences`, and both from 0 to {N}.",
+            (decodes < 0) | (decodes > sequences) | (sequences > N),
+            f"`num_decodes` must be at most `num_sequences`, and both from 0 to {N}; got {{decodes}} and "
+            f"{{sequences}}.",
+            lambda: dict(decodes=decodes, sequences=sequences),
         ),
+        checks.fault(falls, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}"),
         checks.Fault(
-            (cu_seqlens[0] != 0) | jnp.any(exists & ((start > end) | (end > num_tokens))),
-            f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}.",
+            jnp.any(lengths > W),
+            f"`num_decodes` must count sequences of at most {W} tokens, which come first; got {{decodes}}, and "
+            f"sequence {{first}} has {{tokens}}.",
+            lambda: dict(decodes=decodes, first=jnp.argmax(lengths > W), tokens=_at(lengths, jnp.argmax(lengths > W))),
         ),
-        checks.Fault(
-            jnp.any((of[:, 0] < decodes) & (end - start > W)),
-            f"`num_decodes` must count sequences of at most {W} tokens.",
+        checks.fault(
+            exists & ((accepted < 1) | (accepted > W)), accepted, f"`num_accepted_tokens` must be from 1 to {W}"
         ),
-        checks.Fault(
-            jnp.any(exists & ((accepted < 1) | (accepted > W))),
-            f"`num_accepted_tokens` must be from 1 to {W}.",
-        ),
-        checks.Fault(
-            jnp.any(source >= num_slots) | jnp.any(target >= num_slots),
-            f"`state_indices` and the other indices must be below the number of slots {num_slots}.",
-        ),
-        checks.Fault(
-            jnp.any(kept & twice), "`state_indices` must name a slot that is written only once; got one twice."
-        ),
-        checks.Fault(
-            jnp.any(crossed),
-            "`state_indices` must not name a slot that another sequence starts from; got one that is read and written.",
-        ),
+        *_faults_of_slots(step, slots, num_slots, block_size),
     ]
+
+
+def _faults_of_slots(step: ServingStep, slots: Slots, num_slots: int, block_size: int | None) -> Iterator[checks.Fault]:
+    """Yield the possible faults of the slots that sequences start from and write."""
+    N = step.decodes.source.shape[0]
+    source = jnp.maximum(step.decodes.source, step.prefills.source)
+    # By argument: the slots of every sequence, [N, n].
+    written = {"state_indices": jnp.concatenate([step.decodes.target, step.prefills.target], axis=1)}
+    if slots.block_state_indices is not None:
+        assert block_size is not None
+        written["block_state_indices"] = full_blocks(step.prefills, block_size)[1]
+    reads = "state_indices" if slots.read_indices is None else "read_indices"
+    for name in dict.fromkeys((*written, reads)):
+        used = [*([written[name]] if name in written else []), *([source[:, None]] if name == reads else [])]
+        most = jnp.max(jnp.concatenate(used, axis=1), axis=1)
+        past = most >= num_slots
+        yield checks.Fault(
+            jnp.any(past),
+            f"`{name}` must be below {num_slots}, the number of slots; got {{slot}} for sequence {{first}}.",
+            lambda past=past, most=most: dict(slot=_at(most, jnp.argmax(past)), first=jnp.argmax(past)),
+        )
+    # Every slot that is written, and the sequence that writes it.
+    target = jnp.concatenate([x.reshape(-1) for x in written.values()])
+    of = jnp.arange(N, dtype=jnp.int32)[:, None]
+    writer = jnp.concatenate([jnp.broadcast_to(of, x.shape).reshape(-1) for x in written.values()])
+    kept, after = target >= 0, jnp.arange(target.size)[None] > jnp.arange(target.size)[:, None]
+    again = (target[:, None] == target[None]) & kept[None] & after
+    names = " and ".join(f"`{name}`" for name in written)
+    yield checks.Fault(
+        jnp.any(again),
+        f"{names} must name a slot that is written only once; got {{slot}} for sequence {{first}} and for sequence "
+        f"{{then}}.",
+        lambda: _pair(again, target, writer, writer),
+    )
+    crossed = (source[:, None] == target[None]) & kept[None] & (of != writer[None])
+    yield checks.Fault(
+        jnp.any(crossed),
+        f"{names} must not name a slot that another sequence starts from; got {{slot}}, from which sequence {{first}} "
+        f"starts and which sequence {{then}} writes.",
+        lambda: _pair(crossed, target, of[:, 0], writer),
+    )
+
+
+def _pair(wrong: jax.Array, target: jax.Array, row: jax.Array, column: jax.Array) -> dict[str, jax.Array]:
+    """Return the slot and the two sequences of the first wrong entry of a matrix."""
+    i = jnp.argmax(jnp.any(wrong, axis=1))
+    j = _at(jnp.argmax(wrong, axis=1), i)
+    return dict(slot=_at(target, j), first=_at(row, i), then=_at(column, j))
+
+
+def _at(y: jax.Array, i: jax.Array) -> jax.Array:
+    """Return an entry of a vector; a reduction alone finds it, which runs on any mesh."""
+    return jnp.sum(jnp.where(jnp.arange(y.size) == i, y, 0), dtype=y.dtype)
 
 
 def with_counts(slots: Slots) -> Slots:
