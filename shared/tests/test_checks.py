@@ -183,6 +183,7 @@ Tensor.__module__ = "torch"
         lambda x: checks.check_packed(x, 1),
         lambda x: checks.check_segment_ids(x, 1, 2, None),
         lambda x: checks.check_array_of_slots("x", x),
+        lambda x: checks.check_scale(x),
         lambda x: checks.check_step_types(arguments.Slots(x), 2, None),
     ],
 )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from chunkwise import layers
 from chunkwise.layers import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
@@ -178,6 +179,20 @@ def test_weights_of_another_config(weights):
         gated_delta_net(X, weights._replace(q=weights.q[:, :6]), CONFIG)
     with pytest.raises(ValueError, match=r"`weights.conv` must have shape"):
         gated_delta_net(X, weights._replace(conv=weights.conv[:2]), CONFIG)
+    with pytest.raises(ValueError, match=r"`weights.q` must be float32, bfloat16 or float16; got int32"):
+        gated_delta_net(X, weights._replace(q=weights.q.astype(jnp.int32)), CONFIG)
+
+
+def test_arrays_of_another_library_are_named(weights):
+    tensor = type("Tensor", (), dict(shape=(8, 8), __module__="torch"))()
+    with pytest.raises(ValueError, match=r"`weights.q` must be an array of JAX or numpy"):
+        gated_delta_net(X, weights._replace(q=tensor), CONFIG)
+    with pytest.raises(ValueError, match=r"`segment_ids` must be an array of JAX or numpy"):
+        gated_delta_net(X, weights, CONFIG, segment_ids=tensor, padding_id=0)
+
+
+def test_every_public_name_is_documented():
+    assert [name for name in layers.__all__ if not getattr(layers, name).__doc__] == []
 
 
 def checkpoint() -> dict:

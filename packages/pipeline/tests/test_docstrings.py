@@ -33,6 +33,15 @@ def test_every_argument_is_documented_once(function):
     assert sorted(entries(function.__doc__)) == sorted(inspect.signature(function).parameters)
 
 
+def test_no_docstring_speaks_of_arguments_that_the_function_lacks():
+    """A name of several words is an argument wherever it stands; so parts of texts that are shared must fit."""
+    operators = [x for x in PUBLIC if x.__name__.startswith(("chunk_", "recurrent_")) and x in vars(pipeline).values()]
+    known = {name for x in operators for name in inspect.signature(x).parameters if "_" in name}
+    for function in operators:
+        foreign = known - set(inspect.signature(function).parameters)
+        assert not foreign & set(re.findall(r"\w+", function.__doc__)), function.__name__
+
+
 @pytest.mark.parametrize("function", [x for x in PUBLIC if x.__name__.startswith(("recurrent_", "ragged_"))])
 def test_docstrings_have_their_sections(function):
     text = inspect.getdoc(function)

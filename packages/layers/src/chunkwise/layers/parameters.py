@@ -95,12 +95,13 @@ def _shapes(init: Callable, config):
 
 
 def check_weights(weights, init: Callable, config) -> None:
-    """Check that weights have the shapes that `init` gives them for a config."""
+    """Check that weights are floating arrays of the shapes that `init` gives them for a config."""
     wanted = _shapes(init, config)
     kind = type(wanted)
     checks.check(isinstance(weights, kind), f"`weights` must be {kind.__name__}; got {type(weights).__name__}.")
     for name, want, have in zip(kind._fields, wanted, weights, strict=True):
-        want, have = (tuple(jnp.shape(x) for x in jax.tree.leaves(each)) for each in (want, have))
+        want, arrays = tuple(jnp.shape(x) for x in jax.tree.leaves(want)), jax.tree.leaves(have)
+        have = tuple(checks.check_floating(f"weights.{name}", x, f"of shape {_shown(want)}") for x in arrays)
         checks.check(want == have, f"`weights.{name}` must have shape {_shown(want)}; got {_shown(have)}.")
 
 

@@ -33,7 +33,17 @@ _PROJECTED = "chunkwise_projected"
 # results of the operator's kernel, and if tokens are split, also the state that comes in, so that no device waits for
 # others again. The backward repeats norms, gates and convolutions, which take little time and much memory.
 _KEPT = (_PROJECTED, remat.RESIDUAL_NAME, context.MAP_NAME, context.STATE_NAME)
-remat_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+_keeps_these = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+
+
+def remat_policy(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+    """Say which arrays of a layer `jax.checkpoint(block, policy=remat_policy)` keeps for the backward.
+
+    It keeps the products of hidden states with matrices and the results of the operator's kernel, and where tokens are
+    split over devices, the states that come in. The backward computes convolutions, gates and norms again. JAX calls it
+    for every operation.
+    """
+    return _keeps_these(primitive, *inputs, **parameters)
 
 
 def offload_policy() -> Callable[..., Any]:
@@ -272,6 +282,7 @@ class Sequences:
         whole = isinstance(self.padding_id, int | np.integer) and not isinstance(self.padding_id, bool)
         checks.check(whole, f"`padding_id` must be a whole number; got {self.padding_id!r}.")
         ids = self.segment_ids
+        checks.check_library("segment_ids", ids)
         if ids is not None and self.padding_id >= 0:
             ids = jnp.where(ids == self.padding_id, -1, ids)
         return dict(cu_seqlens=self.cu_seqlens, segment_ids=ids, context_axis=self.context_axis)

@@ -166,6 +166,7 @@ def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
 
 def check_scale(scale) -> None:
     """Check that the scale of the output is one number, traced or not; None passes."""
+    check_library("scale", scale)
     number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
     scalar = getattr(scale, "shape", None) == () and any(
         jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)

@@ -50,7 +50,8 @@ Args:
     id changes, and tokens with ids below 0 are padding, which may hold anything, and whose outputs and gradients are
     zeros. initial_state and final_state are then [B, HV, K, V]: before the first segment of a row and after the last
     one. Ids add no cost. Under "fused", NaN or infinity in one segment does not change a bit of the results of other
-    segments; under the other implementations it may change their rounding.
+    segments; under the other implementations it may change their rounding. With a context_axis they are the ids of the
+    device's tokens.
   chunk_size: C, one of 16, 32, 64, 128, or None for the best; static. The results of all sizes agree up to rounding.
   implementation: "xla" (plain JAX, runs everywhere), "staged" (a chain of Pallas TPU kernels, one for every stage;
     chunkwise.pipeline brings it), "fused" (one Pallas TPU kernel for each direction); off TPU the kernels are
@@ -63,7 +64,7 @@ Args:
     the devices.
   context_axis: the axis or axes of a mesh, inside a `shard_map`, over which T is split; static. Each device has
     consecutive tokens. cu_seqlens has the boundaries of the tokens of all devices, and states are before the first and
-    after the last of these tokens, the same on every device. segment_ids has the ids of the device's tokens.
+    after the last of these tokens, the same on every device.
   config: tile sizes of the kernels of "fused"; None for the best.
 
 Returns:
