@@ -16,7 +16,12 @@ from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh,
 THOROUGH = dict.fromkeys(
     ["test_tokens_of_the_caller_and_heads_of_the_operator", "test_inside_a_shard_map_over_some_axes"],
     lambda check_vma: not check_vma,
-) | dict(test_vmap_and_gradient=True, test_scan_over_layers=True)
+) | dict(
+    test_vmap_and_gradient=True,
+    test_scan_over_layers=True,
+    # Tokens that are split have the map of the states, too.
+    test_second_derivatives=lambda spec: spec == DIVISIONS["rows-and-heads"],
+)
 
 NAME = "chunk_gated_delta_rule"
 DIVISIONS = {"rows-and-heads": P("a", None, "b"), "tokens": P(None, ("a", "b"))}
@@ -77,6 +82,23 @@ def test_remat(spec):
     run, _ = divided(spec)
     got = jax.jit(with_gradients(lambda x, _: jax.checkpoint(run)(x)))(x, {}, cotangents)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("spec", DIVISIONS.values(), ids=DIVISIONS)
+def test_second_derivatives(spec):
+    """The change of a gradient along a direction, in forward mode over the gradient and as a gradient of it."""
+    x, _, _ = example()
+    dx = {name: jnp.flip(y) for name, y in x.items()}
+
+    def changes(run):
+        loss = lambda x: sum(jnp.sum(jnp.sin(y)) for y in run(x).values())
+        along = lambda x: sum(jnp.vdot(d, dx[name]) for name, d in jax.grad(loss)(x).items())
+        return jax.jit(lambda x: (jax.jvp(jax.grad(loss), (x,), (dx,))[1], jax.grad(along)(x)))(x)
+
+    run, _ = divided(spec)
+    want, _ = changes(lambda x: run_of(NAME, "xla")(x, {}))
+    for got in changes(run):
+        assert_same(got, want)
 
 
 def test_saved_maps_are_not_made_again():

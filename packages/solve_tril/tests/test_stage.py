@@ -2,7 +2,11 @@
 
 from typing import ClassVar
 
-from chunkwise.shared.testing import cases, stage_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkwise.shared.testing import cases, compare, stage_oracle
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.config import cost
 from tests import stage_suite as stages
@@ -34,3 +38,14 @@ class TestStage(stages.StageTests):
 @stages.both
 def test_gradients_of_larger_chunks(implementation):
     stages.assert_gradients(STAGE, stages.small(T=32, HV=1, chunk_size=32), implementation)
+
+
+def test_second_derivatives_of_a_known_inverse():
+    """They are the derivatives of the inverse, not of a constant, also where JAX has traced the gradient already."""
+    A = jnp.tril(jnp.asarray(np.random.default_rng(0).standard_normal((16, 16))), -1)[None, :, None] * 0.2
+
+    def hessian_product(A_inv):
+        squares = lambda A: jnp.sum(jnp.sin(solve_tril(A, A_inv=A_inv, implementation="xla")))
+        return jax.jit(lambda A: jax.jvp(jax.grad(jax.jit(squares)), (A,), (A,))[1])(A)
+
+    compare.assert_close("A", hessian_product(solve_tril(A, implementation="xla")), hessian_product(None), 1e-6)

@@ -9,14 +9,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from chunkwise.cumsum import config as tiles
-from chunkwise.cumsum import kernel, xla
+from chunkwise.cumsum import kernel
+from chunkwise.cumsum import xla as plain
 from chunkwise.shared.kernels import chunking
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def cumsum(
     g: jax.Array, cu_seqlens: jax.Array | None, C: int, reverse: bool, implementation: str, config: tiles.Config | None
 ) -> jax.Array:
@@ -24,26 +24,41 @@ def cumsum(
 
     With `reverse` it is the sum from the end of the chunk. If `config` is None, the kernel takes the default one.
     """
+    if implementation == "pallas":
+        return _with_kernel(g, cu_seqlens, C, reverse, config)
+    run = lambda reverse: lambda _, y: _sum(y, cu_seqlens, C, reverse, None, xla=True)
+    # This is the linear function of JAX whose transpose a caller can choose, and which has every derivative. The system
+    # to solve is not read.
+    return lax.custom_linear_solve(lambda y: y, g.astype(jnp.float32), run(reverse), run(not reverse))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), static_argnames="xla")
+def _sum(g, cu_seqlens, C: int, reverse: bool, config: tiles.Config | None, *, xla: bool):
     B, T = g.shape[:2]
     chunks = chunking.Chunking(B, T, C, cu_seqlens)
     flat = g.astype(jnp.float32).reshape(B, T, 1, -1)  # [B, T, 1, D]
     rows = chunks.split(flat)[:, 0]  # [NC, C, D]
-    if implementation == "pallas":
-        rows = kernel.launch(rows, reverse, config or tiles.default_for(*rows.shape))
+    if xla:
+        rows = plain.cumsum(rows, reverse)
     else:
-        rows = xla.cumsum(rows, reverse)
+        rows = kernel.launch(rows, reverse, config or tiles.default_for(*rows.shape))
     return chunks.merge(rows[:, None]).reshape(g.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _with_kernel(g, cu_seqlens, C: int, reverse: bool, config: tiles.Config | None):
+    return _sum(g, cu_seqlens, C, reverse, config, xla=False)
 
 
 def _forward(g, cu_seqlens, *static):
     # An empty array remembers the type of g.
-    return cumsum(g, cu_seqlens, *static), (cu_seqlens, jnp.zeros((0,), g.dtype))
+    return _with_kernel(g, cu_seqlens, *static), (cu_seqlens, jnp.zeros((0,), g.dtype))
 
 
-def _backward(C, reverse, implementation, config, residuals, dg_cum):
+def _backward(C, reverse, config, residuals, dg_cum):
     cu_seqlens, empty = residuals
-    dg = cumsum(dg_cum, cu_seqlens, C, not reverse, implementation, config)
+    dg = _with_kernel(dg_cum, cu_seqlens, C, not reverse, config)
     return dg.astype(empty.dtype), None
 
 
-cumsum.defvjp(_forward, _backward)
+_with_kernel.defvjp(_forward, _backward)

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from chunkwise.shared import compat
 from chunkwise.shared.kernels import matmul, tiles
 
 # Blocks of this size or less are inverted row by row, for all matrices at once: products of them are too small to be
@@ -42,22 +44,16 @@ def block_inverse(A: jax.Array) -> jax.Array:
 
 @block_inverse.defjvp
 def _inverse_jvp(primals, tangents):
-    A_inv = block_inverse(*primals)
-    return A_inv, _change(A_inv, *tangents)
+    A_inv, (dA,) = block_inverse(*primals), tangents
+    return A_inv, -matmul.dot(A_inv, matmul.dot(jnp.where(tiles.strictly_lower(dA.shape[1]), dA, 0.0), A_inv))
 
 
-@jax.custom_jvp
 def known_inverse(A: jax.Array, A_inv: jax.Array) -> jax.Array:
     """Return A_inv, which is `block_inverse` of A. The gradient goes to A alone, as if A_inv were computed here."""
-    return A_inv
-
-
-@known_inverse.defjvp
-def _known_jvp(primals, tangents):
-    (_, A_inv), (dA, _) = primals, tangents
-    return A_inv, _change(A_inv, dA)
-
-
-def _change(A_inv, dA):
-    """Return the change of (I + A)^-1 for a change dA."""
-    return -matmul.dot(A_inv, matmul.dot(jnp.where(tiles.strictly_lower(dA.shape[1]), dA, 0.0), A_inv))
+    A, A_inv, identity = compat.vary_alike(A, A_inv, jnp.eye(A.shape[1], dtype=A.dtype))
+    A = jnp.where(tiles.strictly_lower(A.shape[1]), A, 0.0)
+    # A function with a derivative of our own would lose it in second derivatives, where JAX takes the function itself.
+    return lax.custom_linear_solve(
+        lambda X: X + matmul.dot(A, X), jnp.broadcast_to(identity, A.shape), lambda _, R: matmul.dot(A_inv, R),
+        lambda _, R: matmul.dot_tn(A_inv, R),
+    )  # fmt: skip

@@ -297,7 +297,8 @@ def _in_segments(
 
 
 def _inverse(A: jax.Array) -> jax.Array:
-    A_inv = block_inverse.block_inverse(lax.stop_gradient(A).reshape(-1, *A.shape[2:])).reshape(A.shape)
+    # `solve` ignores the change of A_inv in first derivatives, which costs nothing; second derivatives need it.
+    A_inv = block_inverse.block_inverse(A.reshape(-1, *A.shape[2:])).reshape(A.shape)
     return checkpoint_name(A_inv, state_scan.KEPT)
 
 
