@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.figures import tables
+from chunkwise.shared.testing import compare
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted(path.name for path in (ROOT / "docs/data").iterdir())
@@ -51,6 +52,15 @@ def test_no_figure_is_typed_into_the_page_of_performance():
     )
     text = re.sub(r"\b\w+ = [\d,]+|tokamax \d[\d.]*|Qwen3\.5", "", text)
     assert re.findall(r"\b\d+\.\d+\b|\b\d+ %|\b\d{4,}\b", text) == []
+
+
+def test_the_tolerances_of_the_tests_are_those_of_the_page():
+    """Of outputs and states, of gradients, and of the gradients of gates."""
+    text = (ROOT / "docs/numerics.md").read_text()
+    for dtype in ("float32", "bfloat16"):
+        (row,) = re.findall(rf"^\| {dtype} \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+        columns = compare.TOLERANCE, compare.GRADIENT_TOLERANCE, compare.GATE_GRADIENT_TOLERANCE
+        assert [float(x) for x in row] == [column[dtype] for column in columns]
 
 
 def test_data_is_shown(monkeypatch):

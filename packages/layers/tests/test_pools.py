@@ -118,6 +118,27 @@ def test_a_scan_carries_a_cache(layer, cached, states, dtype):
         assert cache.state.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("layer", ["gated_delta_net", "mamba2_mixer"])
+def test_a_donated_cache_is_updated_in_place(layer, T):
+    """All of its arrays, in every type."""
+    config = LAYERS[layer]
+    weights = jax.eval_shape(lambda: getattr(layers, f"init_{layer}")(jax.random.key(0), config))
+    cache = layers.empty_cache(config, 2, jnp.float32, jnp.bfloat16)
+    step = jax.jit(lambda x, weights, cache: getattr(layers, layer)(x, weights, config, cache, True), donate_argnums=2)
+    text = step.lower(jnp.ones((2, T, config.D)), weights, cache).as_text()
+    assert text.count("tf.aliasing_output") == len(jax.tree.leaves(cache))
+
+
+def test_memory_of_a_sequence():
+    """Of Qwen3-Next's layer: a page says 2 MiB, 1 MiB in fewer bits, and 48 KiB for the convolution."""
+    config = layers.GatedDeltaNetConfig(D=2048, H=16, HV=32, K=128, V=128)
+    sizes = lambda *types: jax.eval_shape(lambda: layers.empty_pool(config, 1, *types))
+    bytes_of = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    assert [bytes_of(sizes(jnp.bfloat16, dtype).state) for dtype in (jnp.float32, jnp.bfloat16)] == [2**21, 2**20]
+    assert bytes_of(sizes(jnp.bfloat16).conv) == 48 * 2**10
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_requests_move(layer):
     """What a slot holds goes on in the layer, and in a pool of another ring, whatever is accepted of a decode.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+from chunkwise import pipeline
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule
 from tests.engine import (
     PREFILLS,
@@ -52,6 +53,27 @@ all_types = pytest.mark.parametrize(
     ("implementation", "dtype"),
     [x for x in itertools.product((*IMPLEMENTATIONS, "staged"), ACCURACY) if x != ("fused", "float16")],
 )
+
+
+TWO = dict(cu_seqlens=jnp.array([0, 1, 5], jnp.int32), state_indices=jnp.array([1, 0], jnp.int32))
+
+
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "simple_gla"])
+def test_the_number_0_compiles_no_decode(operator):
+    """A traced count of 0 does."""
+    x, pool = make_tokens(operator, np.random.default_rng(0), 5, 5), jnp.zeros((2, HV, K, V))
+    run = lambda decodes: getattr(pipeline, f"ragged_{operator}")(
+        **x, states=pool, **TWO, num_decodes=decodes, implementation="fused"
+    )
+    assert "recurrent_" not in str(jax.make_jaxpr(lambda: run(0))())
+    assert "recurrent_" in str(jax.make_jaxpr(run)(jnp.int32(0)))
+
+
+def test_the_kernels_of_a_step_have_no_gradient():
+    x, pool = make_tokens("gated_delta_rule", np.random.default_rng(0), 5, 5), jnp.zeros((2, HV, K, V))
+    loss = lambda v: ragged_gated_delta_rule(**x | {"v": v}, states=pool, **TWO, implementation="fused")[0].sum()
+    with pytest.raises(NotImplementedError, match="has no derivative"):
+        jax.eval_shape(jax.grad(loss), x["v"])
 
 
 def make_schedule(random: Random, W: int, with_reads: bool = False) -> dict:

@@ -172,7 +172,7 @@ Args:
     them.
 
 Returns:
-  o [1, T, HV, V] in the type of v, and the pool. No gradient is defined: serving needs none.
+  o [1, T, HV, V] in the type of v, and the pool. The kernels have no gradient: serving needs none.
 
 Raises:
   ValueError: an argument has the wrong rank, shape or type. Values are checked outside of jit only; for values under
