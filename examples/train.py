@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from blocks import rotate
-from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, shardings
+from chunkwise.layers import GatedDeltaNetConfig, decayed, gated_delta_net, init_gated_delta_net, shardings
 from library import read_library, report
 
 AXES = {"data": "batch", "sequence": "tokens", "heads": "heads"}  # of the mesh, and what they divide
@@ -117,12 +117,21 @@ def loss_of(model, inputs, targets):
     return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean()
 
 
+def decayed_weights(model):
+    """Return which weights take weight decay: of a delta layer those that it says, else matrices and not vectors."""
+    mask = jax.tree.map(lambda x: x.ndim > 1, model)
+    for block in mask.blocks:
+        if isinstance(block.mixer, DeltaNet):
+            block.mixer.weights.set_value(decayed(block.mixer.config))
+    return mask
+
+
 @functools.cache
 def make_optimizer(steps, rate):
-    """Return AdamW, which decays matrices and not vectors."""
+    """Return AdamW."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps, rate / 20)
-    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices))
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed_weights)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("model", "moments"))

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from chunkwise.layers import config_from, load_gated_delta_net, open_checkpoint, place, shardings
+from chunkwise import layers
+from chunkwise.layers import config_from, load_gated_delta_net, open_checkpoint, place, save_checkpoint, shardings
 from tests_e2e.layers.hybrids import MODELS
 from tests_e2e.layers.recording import build
 
@@ -65,6 +66,38 @@ def test_layer_by_layer(tmp_path, shards):
     assert tuple(laid.out.sharding.spec) == ("model", None)
     whole = load_gated_delta_net({name: x.numpy() for name, x in layer.state_dict().items()}, config)
     jax.tree.map(np.testing.assert_array_equal, laid, whole)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_way_back(tmp_path, name):
+    """What we write is what transformers wrote, to the bit; and it reads the same model from it."""
+    import torch
+
+    ours = MODELS[name]
+    model, layer = ours.build()
+    before, after = tmp_path / "before", tmp_path / "after"
+    model.save_pretrained(before)
+    named = open_checkpoint(before)
+    function, load = ours.functions
+    kind = json.loads((before / "config.json").read_text())["model_type"]
+    prefix = next(key for key in named if "layers.0." in key and key.endswith(("A_log", "output_gate.weight")))
+    prefix = prefix.removesuffix("A_log").removesuffix("output_gate.weight")
+    weights = load(named, ours.config, prefix)
+    written = getattr(layers, f"save_{function.__name__}")(weights, ours.config, prefix, kind)
+    # The class of MiniMax saves what follows from its config; that of OLMo-hybrid cuts convolutions in equal parts.
+    own = {key for key in named if key.startswith(prefix) and not key.endswith(("_decay", "slope_rate"))}
+    assert written.keys() == own
+    for key in own:
+        assert written[key].dtype == named[key].dtype
+        if name != "olmo_hybrid" or "conv1d" not in key:
+            np.testing.assert_array_equal(written[key], named[key], key)
+    save_checkpoint(after, dict(named) | written, shard_bytes=10**5)
+    (after / "config.json").write_bytes((before / "config.json").read_bytes())
+    again = type(model).from_pretrained(after).eval()
+    expected = model.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    for key, x in again.state_dict().items():
+        torch.testing.assert_close(x, expected[key], rtol=0, atol=0)
 
 
 def test_tensors_of_torch():

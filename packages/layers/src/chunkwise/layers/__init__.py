@@ -8,12 +8,14 @@ from chunkwise.layers.config import (
     LightningAttentionConfig,
     Mamba2Config,
 )
+from chunkwise.layers.decay import decayed
 from chunkwise.layers.delta_net import (
     GatedDeltaNetWeights,
     gated_delta_net,
     init_gated_delta_net,
     load_gated_delta_net,
     ragged_gated_delta_net,
+    save_gated_delta_net,
 )
 from chunkwise.layers.delta_net2 import (
     GatedDeltaNet2Weights,
@@ -21,6 +23,7 @@ from chunkwise.layers.delta_net2 import (
     init_gated_delta_net2,
     load_gated_delta_net2,
     ragged_gated_delta_net2,
+    save_gated_delta_net2,
 )
 from chunkwise.layers.files import open_checkpoint
 from chunkwise.layers.from_transformers import config_from
@@ -30,6 +33,7 @@ from chunkwise.layers.kimi import (
     kimi_delta_attention,
     load_kimi_delta_attention,
     ragged_kimi_delta_attention,
+    save_kimi_delta_attention,
 )
 from chunkwise.layers.lightning import (
     LightningAttentionWeights,
@@ -37,6 +41,7 @@ from chunkwise.layers.lightning import (
     lightning_attention,
     load_lightning_attention,
     ragged_lightning_attention,
+    save_lightning_attention,
 )
 from chunkwise.layers.mamba2 import (
     Mamba2Weights,
@@ -44,6 +49,7 @@ from chunkwise.layers.mamba2 import (
     load_mamba2_mixer,
     mamba2_mixer,
     ragged_mamba2_mixer,
+    save_mamba2_mixer,
 )
 from chunkwise.layers.running import (
     Cache,
@@ -55,6 +61,7 @@ from chunkwise.layers.running import (
     remat_policy,
     write_cache,
 )
+from chunkwise.layers.saving import save_checkpoint
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
@@ -75,6 +82,7 @@ __all__ = [
     "Shardings",
     "Step",
     "config_from",
+    "decayed",
     "empty_cache",
     "empty_pool",
     "gated_delta_net",
@@ -102,6 +110,12 @@ __all__ = [
     "ragged_mamba2_mixer",
     "read_cache",
     "remat_policy",
+    "save_checkpoint",
+    "save_gated_delta_net",
+    "save_gated_delta_net2",
+    "save_kimi_delta_attention",
+    "save_lightning_attention",
+    "save_mamba2_mixer",
     "shardings",
     "write_cache",
 ]

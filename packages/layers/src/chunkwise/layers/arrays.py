@@ -36,7 +36,7 @@ class Numbers(Mapping):
         return named if isinstance(named, cls) else cls(named)
 
     def __getitem__(self, name: str) -> Any:
-        x = _from_torch(self._named[name])
+        x = from_torch(self._named[name])
         kind = np.dtype(x.dtype)
         narrow = kind == np.int8 or (jnp.issubdtype(kind, jnp.floating) and kind.itemsize == 1)
         if name not in self._scales:
@@ -49,7 +49,7 @@ class Numbers(Mapping):
         rule = "`directory` must have config.json with a `quantization_config`, whose `weight_block_size` says what"
         checks.check(described, f"{rule} {scale!r} is for; got none, and {name!r} of {kind}.")
         checks.check(narrow, f"`named` must have {name!r} of float8 or int8, as it has {scale!r}; got {kind}.")
-        return _multiply(np.asarray(x), _from_torch(self._named[scale]), name, self._block_size)
+        return _multiply(np.asarray(x), from_torch(self._named[scale]), name, self._block_size)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -58,7 +58,7 @@ class Numbers(Mapping):
         return len(self._names)
 
 
-def _from_torch(x: Any) -> Any:
+def from_torch(x: Any) -> Any:
     """Return a tensor of torch as a numpy array, whose type may be one of JAX's; return anything else as it is."""
     # If x is a tensor, torch is imported already. So torch need not be installed.
     torch = sys.modules.get("torch")

@@ -98,6 +98,26 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedD
     )  # fmt: skip
 
 
+def _save(w: GatedDeltaNetWeights, c: config.GatedDeltaNetConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a layer for a checkpoint of Qwen3.5, Qwen3-Next, Lara-mini or OLMo-hybrid."""
+    q, k, v, z, a, b = (x.T for x in w[:6])
+    named: dict[str, Any] = {"A_log": w.A_log, "dt_bias": w.dt_bias}
+    if model == "olmo_hybrid":
+        named |= {f"{name}_proj.weight": x for name, x in dict(q=q, k=k, v=v, g=z, a=a, b=b).items()}
+        named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+        return named | {"o_norm.weight": w.norm, "o_proj.weight": w.out.T}
+    named |= {"conv1d.weight": np.concatenate(w.conv)[:, None], "out_proj.weight": w.out.T}
+    if model == "lara_mini":
+        return named | {"out_norm.weight": w.norm, "in_proj.weight": np.concatenate([q, k, v, z, b, a])}
+    named["norm.weight"] = w.norm
+    if model == "qwen3_next":
+        # The rows of a key head are side by side.
+        by_head = lambda *parts: np.concatenate([x.reshape(c.H, -1, c.D) for x in parts], axis=1).reshape(-1, c.D)
+        return named | {"in_proj_qkvz.weight": by_head(q, k, v, z), "in_proj_ba.weight": by_head(b, a)}
+    named |= {f"in_proj_{name}.weight": x for name, x in dict(z=z, a=a, b=b).items()}
+    return named | {"in_proj_qkv.weight": np.concatenate([q, k, v])}
+
+
 def _mix(
     x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
@@ -125,9 +145,11 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _mix
-)
+    "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _save,
+    ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid"), _mix,
+)  # fmt: skip
 gated_delta_net = LAYER.over_sequences
 ragged_gated_delta_net = LAYER.over_step
 init_gated_delta_net = LAYER.random_weights
 load_gated_delta_net = LAYER.loaded_weights
+save_gated_delta_net = LAYER.saved_weights

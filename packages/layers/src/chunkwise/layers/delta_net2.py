@@ -83,6 +83,16 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNet2Config) -> Gated
     )  # fmt: skip
 
 
+def _save(w: GatedDeltaNet2Weights, c: config.GatedDeltaNet2Config, model: str) -> dict[str, Any]:
+    """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
+    matrices = dict(q_proj=w.q, k_proj=w.k, v_proj=w.v, b_proj=w.b, w_proj=w.w, o_proj=w.out)
+    matrices |= {f"{name}_proj.{i}": x for name, pair in dict(f=w.f, g=w.z).items() for i, x in enumerate(pair)}
+    named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
+    named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+    named |= {"g_proj.1.bias": w.z_bias, "o_norm.weight": w.norm}
+    return named | {"A_log": w.A_log, "dt_bias": w.dt_bias.reshape(-1)}
+
+
 def _mix(
     x, weights: GatedDeltaNet2Weights, config: config.GatedDeltaNet2Config, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
@@ -121,9 +131,11 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _mix
-)
+    "gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _save,
+    ("gdn2",), _mix,
+)  # fmt: skip
 gated_delta_net2 = LAYER.over_sequences
 ragged_gated_delta_net2 = LAYER.over_step
 init_gated_delta_net2 = LAYER.random_weights
 load_gated_delta_net2 = LAYER.loaded_weights
+save_gated_delta_net2 = LAYER.saved_weights

@@ -123,6 +123,13 @@ def _json(file: Path) -> Mapping[str, Any]:
     return found
 
 
+def write_json(file: Path, table: Mapping[str, Any]) -> None:
+    """Write a table to a JSON file, which gets its name at the end."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(table, indent=2) + "\n")
+    part.replace(file)
+
+
 def _quantization(directory: Path) -> Mapping[str, Any] | None:
     """Return the part of a checkpoint's config about weights of 8 bits, or None."""
     if not (file := directory / _CONFIG).exists():

@@ -96,6 +96,19 @@ def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> K
     )  # fmt: skip
 
 
+def _save(w: KimiDeltaAttentionWeights, c: config.KimiDeltaAttentionConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a layer for a checkpoint of Kimi-Linear, Kimi-K3, Ling 3.0 or GLM-5-next."""
+    ling = model.startswith("bailing")
+    matrices = {"q_proj": w.q, "k_proj": w.k, "v_proj": w.v, "b_proj": w.b, "dense" if ling else "o_proj": w.out}
+    for name, factors in dict(f=w.f, g=w.z).items():
+        ends = ("proj",) if len(factors) == 1 else ("a_proj", "b_proj")
+        matrices |= {f"{name}_{end}": x for end, x in zip(ends, factors, strict=True)}
+    named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
+    named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+    A_log = w.A_log.reshape(1, 1, -1, 1) if model.startswith("kimi") else w.A_log
+    return named | {"A_log": A_log, "dt_bias": w.dt_bias.reshape(-1), "o_norm.weight": w.norm}
+
+
 def _mix(
     x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
 ) -> tuple[jax.Array, running.Cache]:
@@ -123,9 +136,11 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _mix
-)
+    "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _save,
+    ("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "bailing_moe_v3_vl", "glm5_next"), _mix,
+)  # fmt: skip
 kimi_delta_attention = LAYER.over_sequences
 ragged_kimi_delta_attention = LAYER.over_step
 init_kimi_delta_attention = LAYER.random_weights
 load_kimi_delta_attention = LAYER.loaded_weights
+save_kimi_delta_attention = LAYER.saved_weights

@@ -8,9 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkwise.layers import config, parameters, running
-from chunkwise.shared.call import arguments, unknown_arguments
+from chunkwise.shared.call import arguments, checks, unknown_arguments
 
 # What to do instead of an argument that layers of transformers and of flash-linear-attention have.
 INSTEAD = {
@@ -129,6 +130,30 @@ class Load(Protocol[Config, Weights]):
         """
 
 
+class Save(Protocol[Config, Weights]):
+    """The signature of the way back to a checkpoint, such as `save_gated_delta_net`."""
+
+    def __call__(
+        self, weights: Weights, config: Config, prefix: str = "", model: str | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays of a checkpoint.
+
+        It undoes the function that loads weights, to the bit: the result has the names and layouts in which
+        transformers saves the model, so that transformers, vLLM and SGLang read it too. The arrays have the types of
+        the weights, with A_log and dt_bias in float32.
+
+        Args:
+          weights: the weights of the layer, whole on this host.
+          config: sizes of the layer.
+          prefix: the start of this layer's names, such as "model.layers.0.linear_attn.".
+          model: `model_type` of the model's config.json, which has the names and the layout; None for the first of the
+            models that the error names.
+
+        Raises:
+          ValueError: a weight has another shape than `config` asks for, or no such model has this layer.
+        """
+
+
 @dataclass(frozen=True)
 class Definition(Generic[Config, Weights]):
     """A layer, as its file defines it; the properties are its functions for users.
@@ -140,6 +165,8 @@ class Definition(Generic[Config, Weights]):
       split: returns how each of the weights is split over devices, in the letters of `division.Letters`.
       init: returns random weights.
       load: returns the weights of a checkpoint.
+      save: returns the arrays of a checkpoint, for weights that are arrays of numpy, and one of `models`.
+      models: types of models whose checkpoints have this layer.
       mix: returns the output for x [B, T, D], and the cache after its tokens.
     """
 
@@ -149,6 +176,8 @@ class Definition(Generic[Config, Weights]):
     split: Callable[[Config], dict[str, Any]]
     init: Callable[[parameters.Initial, Config], Weights]
     load: Callable[[parameters.Checkpoint, Config], Weights]
+    save: Callable[[Weights, Config, str], dict[str, Any]]
+    models: tuple[str, ...]
     mix: Callable[[jax.Array, Weights, Config, running.Run], tuple[jax.Array, running.Cache]]
 
     @functools.cached_property
@@ -212,6 +241,20 @@ class Definition(Generic[Config, Weights]):
             return weights
 
         return self._named("load_", load, Load.__call__, self.load.__doc__)
+
+    @functools.cached_property
+    def saved_weights(self) -> Save[Config, Weights]:
+        """The function that returns the arrays of a checkpoint."""
+
+        def save(weights, config, prefix="", model=None):
+            self.config.check(config)
+            parameters.check_weights(weights, self.random_weights, config)
+            kind = self.models[0] if model is None else str(model).removesuffix("_text")
+            checks.check(kind in self.models, f"`model` must be None or one of {self.models}; got {model!r}.")
+            found = self.save(jax.tree.map(np.asarray, weights), config, kind)
+            return {prefix + name: np.ascontiguousarray(x) for name, x in found.items()}
+
+        return self._named("save_", save, Save.__call__, self.save.__doc__)
 
     def _check(self, x, weights, config, over: running.Run) -> None:
         self.config.check(config)

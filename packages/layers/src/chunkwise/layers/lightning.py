@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkwise.layers import config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
@@ -55,6 +56,13 @@ def _load(found: parameters.Checkpoint, c: config.LightningAttentionConfig) -> L
     )  # fmt: skip
 
 
+def _save(w: LightningAttentionWeights, c: config.LightningAttentionConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a layer for a checkpoint of MiniMax, which has H = HV."""
+    parts = [x.T.reshape(c.H, -1, c.D) for x in (w.q, w.k, w.v)]
+    named: dict[str, Any] = {"qkv_proj.weight": np.concatenate(parts, axis=1).reshape(-1, c.D), "norm.weight": w.norm}
+    return named | {"output_gate.weight": w.z.T, "out_proj.weight": w.out.T}
+
+
 def _decay(config: config.LightningAttentionConfig) -> jax.Array:
     """Return the log decay of every head [HV], in nats."""
     head = jnp.arange(1, config.HV + 1, dtype=jnp.float32)
@@ -91,9 +99,11 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _split, _init, _load, _mix
-)
+    "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _split, _init, _load, _save,
+    ("minimax", "minimax_text_01", "minimax_m1"), _mix,
+)  # fmt: skip
 lightning_attention = LAYER.over_sequences
 ragged_lightning_attention = LAYER.over_step
 init_lightning_attention = LAYER.random_weights
 load_lightning_attention = LAYER.loaded_weights
+save_lightning_attention = LAYER.saved_weights

@@ -89,6 +89,18 @@ def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights
     )  # fmt: skip
 
 
+def _save(w: Mamba2Weights, c: config.Mamba2Config, model: str) -> dict[str, Any]:
+    """Return the arrays of a layer for a checkpoint; all models with Mamba-2 have the same names."""
+    named: dict[str, Any] = {"A_log": w.A_log, "dt_bias": w.dt_bias, "D": w.skip, "out_proj.weight": w.out.T}
+    named["in_proj.weight"] = np.concatenate([x.T for x in (w.z, w.v, w.k, w.q, w.dt)])
+    named["conv1d.weight"] = np.concatenate(w.conv[::-1])[:, None]
+    if c.in_bias:
+        named["in_proj.bias"] = np.concatenate([w.in_bias[i] for i in (3, 2, 1, 0, 4)])
+    optional = {"norm.weight": w.norm, "out_proj.bias": w.out_bias}
+    optional["conv1d.bias"] = np.concatenate(w.bias[::-1]) if c.conv_bias else ()
+    return named | {name: x for name, x in optional.items() if not isinstance(x, tuple)}
+
+
 def _project(x, w: Mamba2Weights, c: config.Mamba2Config) -> list[jax.Array]:
     """Return the projections q, k, v, z and dt of hidden states, with their biases and factors."""
     z, v, k, q, dt = c.multipliers
@@ -139,8 +151,12 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     return y + w.out_bias.astype(y.dtype) if config.out_bias else y, running.Cache(conv, state)
 
 
-LAYER = layer.Definition("mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _mix)
+LAYER = layer.Definition(
+    "mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _save,
+    ("mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"), _mix,
+)  # fmt: skip
 mamba2_mixer = LAYER.over_sequences
 ragged_mamba2_mixer = LAYER.over_step
 init_mamba2_mixer = LAYER.random_weights
 load_mamba2_mixer = LAYER.loaded_weights
+save_mamba2_mixer = LAYER.saved_weights

@@ -10,7 +10,7 @@ from chunkwise.layers import config, delta_net, delta_net2, division, kimi, laye
 from chunkwise.shared.call import checks
 
 _MODULES = delta_net, delta_net2, kimi, mamba2, lightning
-_LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
+LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 
 class Shardings(NamedTuple):
@@ -49,9 +49,9 @@ def shardings(
     Raises:
       ValueError: `mesh_axes` has another key, or value heads are not a multiple of the devices of heads.
     """
-    checks.check(type(config) in _LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
+    checks.check(type(config) in LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
     letters = division.Letters(config, mesh_axes, mesh)
-    found = _LAYERS[type(config)]
+    found = LAYERS[type(config)]
     conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
     state: Any = "bn.."
     return Shardings(

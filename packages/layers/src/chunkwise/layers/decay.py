@@ -1,0 +1,32 @@
+"""Which weights of a layer take weight decay."""
+
+from typing import Any
+
+import jax
+
+from chunkwise.layers import config, sharding
+from chunkwise.shared.call import checks
+
+# Rates and steps of decays, skips, norms and biases: zero has no meaning of its own for them.
+_KEPT = ("A_log", "dt_bias", "skip", "norm", "bias", "in_bias", "out_bias", "z_bias")
+
+
+def decayed(config: config.LayerConfig) -> Any:
+    """Return which weights of a layer take weight decay, in the structure of its weights: True or False for each.
+
+    Projections and convolutions do. A_log, dt_bias, skips, norms and biases do not, as in the packages of these layers'
+    authors, whatever dimensions they have: dt_bias of Kimi delta attention is [HV, K]. For optax the tree is a mask::
+
+        optax.adamw(rate, weight_decay=0.1, mask=decayed(config))
+
+    Args:
+      config: sizes of a layer.
+
+    Raises:
+      ValueError: `config` is not that of a layer.
+    """
+    known = type(config) in sharding.LAYERS
+    checks.check(known, f"`config` must be that of a layer; got {type(config).__name__}.")
+    layer = sharding.LAYERS[type(config)]
+    split = layer.split(config)
+    return layer.weights(**{name: jax.tree.map(lambda _, name=name: name not in _KEPT, split[name]) for name in split})
