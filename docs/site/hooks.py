@@ -1,7 +1,9 @@
 """What the documentation site adds to MkDocs: pages that lie outside of docs/, links to them, and mathematics.
 
-- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, the READMEs and the examples are pages.
-- The page of a package ends with its reference: what `__all__` names, out of the docstrings.
+- The README is the first page. CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, the READMEs and the examples are pages, as
+  is a file of code to which a page has a link.
+- The page of a package ends with its reference: what `__all__` names, out of the docstrings. The operators of the
+  pipeline have a page each.
 - A link in a page is written for the repository, where it leads to a file. Here it leads to the page of that file.
 - $...$ and $$...$$ become MathML, which browsers draw without a script or a font of ours.
 - The title says the version, and the navigation ends with the repository once metadata.toml has its address.
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -37,15 +39,19 @@ SCRIPTS = {"msup": HEIGHT, "msub": DEPTH, "msubsup": HEIGHT | DEPTH}
 REFERENCE = {
     "Layers": ["packages/layers.md"],
     "Flax": ["packages/integrations.nnx.md", "packages/integrations.md"],
-    "Operators": [f"packages/{name}.md" for name in ("pipeline", "fused_gdn", "kda", "two_keys", "fused_gla")],
+    "Operators": [f"packages/{name}.md" for name in ("fused_gdn", "kda", "two_keys", "fused_gla")],
     "Stages": [f"packages/{name}.md" for name in ("cumsum", "kkt", "solve_tril", "wy_fast", "chunk_h", "chunk_o")],
 }
-"""The pages of the menu's part API, by group; the pages of other packages make a last group."""
+"""The pages of the menu's part API, by group; the pages of the pipeline come first in the group of operators, and the
+pages of other packages make a last group."""
 # The module with the layers as modules of flax.
 FLAX = "nnx"
 # The methods of the modules of flax, which a class has from a class that is not public.
 METHODS = ("__call__", "init_cache")
-BEHIND = ("packages/shared", "changelog", "contributing", "examples/", "maintain/")
+BEHIND = ("packages/shared", "changelog", "contributing", "examples/", "maintain/", "sources/")
+# The package whose operators have a page each; the functions of an operator begin so.
+PIPELINE = "chunkwise.pipeline"
+FORMS = ("chunk_", "recurrent_", "ragged_")
 
 
 def outside_code(markdown: str, change) -> str:
@@ -68,8 +74,46 @@ def reference(init: Path) -> str:
     module = ".".join(path.parts[path.parts.index("src") + 1 :])
     members = f"\n    options:\n      inherited_members: [{', '.join(METHODS)}]\n      members: [{', '.join(METHODS)}]"
     options = members if init.stem == FLAX else ""
+    names, links = exported(init), ""
+    if module == PIPELINE:
+        found = operators(names)
+        links = "".join(f"- [{operator}]({operator}): {', '.join(found[operator])}\n" for operator in sorted(found))
+        names = [name for name in names if not name.startswith(FORMS)]
     # The module of flax has a page of its own.
-    return "\n\n".join(f"::: {module}.{name}{options}" for name in exported(init) if name != FLAX)
+    return f"{links}\n" + "\n\n".join(f"::: {module}.{name}{options}" for name in names if name != FLAX)
+
+
+def operators(names: list[str]) -> dict[str, list[str]]:
+    """Return the functions of each operator by its name, which follows the form in the name of a function."""
+    found: dict[str, list[str]] = {}
+    for form in FORMS:
+        for name in names:
+            if name.startswith(form):
+                found.setdefault(name.removeprefix(form), []).append(name)
+    return found
+
+
+def operator_pages(init: Path) -> dict[str, tuple[str, str]]:
+    """Return the pages of the operators of the pipeline, each under a path beside its README that no file has."""
+    pages = {}
+    for operator, functions in sorted(operators(exported(init)).items()):
+        title = f"---\ntitle: {operator}\nsearch: {{boost: 4}}\n---\n# {operator}\n\n"
+        text = "\n\n".join(f"::: {PIPELINE}.{name}" for name in functions)
+        pages[f"packages/pipeline/{operator}"] = (f"packages/pipeline.{operator}.md", f"{title}{text}\n")
+    return pages
+
+
+def linked_sources(pages: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return the pages of files of code to which pages have a link, and which have no page yet."""
+    texts = [(path, text) for path, (_, text) in pages.items()]
+    texts += [(str(path.relative_to(ROOT)), path.read_text()) for path in sorted(ROOT.glob("docs/**/*.md"))]
+    found = {}
+    for here, text in texts:
+        for match in (match for part in CODE.split(text)[::2] for match in LINK.finditer(part)):
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+            if path.endswith(".py") and path not in pages and (ROOT / path).is_file():
+                found[path] = (f"sources/{path.removesuffix('.py')}.md", source_page(ROOT / path))
+    return found
 
 
 def source_page(path: Path) -> str:
@@ -92,9 +136,10 @@ def pages_elsewhere() -> dict[str, tuple[str, str]]:
             name = f"{folder.name}.{init.parent.name if init.stem == '__init__' else init.stem}"
             title = f"# chunkwise.{name}\n\n{ast.get_docstring(ast.parse(init.read_text()))}\n\n"
             pages[str(init.relative_to(ROOT))] = (f"packages/{name}.md", title + reference(init))
+    pages |= operator_pages(ROOT / "packages/pipeline/src/chunkwise/pipeline/__init__.py")
     for path in sorted(ROOT.glob("examples/[!_]*.py")):
         pages[str(path.relative_to(ROOT))] = (f"examples/{path.stem}.md", source_page(path))
-    return pages
+    return pages | linked_sources(pages)
 
 
 def package_folders() -> list[Path]:
@@ -108,8 +153,11 @@ def on_config(config):
     introduce(config, metadata.read())
     config.extra["elsewhere"] = elsewhere = pages_elsewhere()
     found = lambda folder: [page for page, _ in elsewhere.values() if page.startswith(f"{folder}/")]
-    named = {page for pages in REFERENCE.values() for page in pages}
-    parts = [{title: pages} for title, pages in REFERENCE.items()]
+    groups = REFERENCE | {"Operators": [page for page in found("packages") if page.startswith("packages/pipeline.")]}
+    groups["Operators"].sort(key=lambda page: page != "packages/pipeline.md")
+    groups["Operators"] += REFERENCE["Operators"]
+    named = {page for pages in groups.values() for page in pages}
+    parts = [{title: pages} for title, pages in groups.items()]
     parts.append({"Packages": ["packages.md", *(page for page in found("packages") if page not in named)]})
     # Before the part for maintainers, which is the last one.
     config.nav.insert(-1, {"API": parts})
@@ -133,7 +181,8 @@ def introduce(config, about: metadata.Metadata) -> None:
 def on_files(files, config):
     """Add the pages that lie outside of docs/."""
     for page, text in config.extra["elsewhere"].values():
-        files.append(File.generated(config, page, content=text))
+        there = InclusionLevel.NOT_IN_NAV if page.startswith("sources/") else InclusionLevel.UNDEFINED
+        files.append(File.generated(config, page, content=text, inclusion=there))
     return files
 
 

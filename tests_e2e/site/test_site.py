@@ -1,4 +1,4 @@
-"""The documentation site, as `mkdocs build` left it in build/site, in a browser: `nox -s docs` builds it and runs this.
+"""The documentation site, as `mkdocs build` left it in build/site, in a browser: `nox -s site` builds it and runs this.
 
 Every page is opened once, at the width of a phone and then of a laptop, and says what the tests look at. The server is
 on this machine.
@@ -24,6 +24,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs/site/hooks.py"))
 ABOUT = HOOKS["metadata"].read()
 PAGES = sorted(path.relative_to(SITE).as_posix().removesuffix("index.html") for path in SITE.rglob("index.html"))
 INITS = [path for path in ROOT.glob("*/**/src/chunkwise/**/__init__.py") if "__all__" in path.read_text()]
+PIPELINE = ROOT / "packages/pipeline/src/chunkwise/pipeline/__init__.py"
 INITS += ROOT.glob(f"packages/*/src/chunkwise/*/{HOOKS['FLAX']}.py")
 # Pages that a person looks at, in windows of these widths.
 PICTURED = ["", "tutorial/", "serving/", "performance/", "packages/layers/", "packages/integrations.nnx/"]
@@ -244,6 +245,16 @@ def test_search_finds_what_a_package_exports(browser, address, init):
         word = name.rsplit(".", 1)[1]
         found = browser.wait_for(f"{SEARCH % word}.some(url => url.hash === '#{name}')")
         assert found, f"a search for {word} must find {name}"
+
+
+@pytest.mark.parametrize("operator", HOOKS["operators"](HOOKS["exported"](PIPELINE)))
+def test_search_shows_the_page_of_an_operator_first(browser, address, operator):
+    """For its name, and for the names of its functions."""
+    assert browser.open(address)
+    for word in (operator, *HOOKS["operators"](HOOKS["exported"](PIPELINE))[operator]):
+        assert browser.wait_for(
+            f"(found => found.length && found[0].pathname)({SEARCH % word}) === '/packages/pipeline.{operator}/'"
+        )
 
 
 @pytest.mark.parametrize("word", ["inputs", "kernels", "tests", "compare", "packed", "oracle"])
