@@ -14,6 +14,9 @@
 between releases of JAX, and `chunkwise.shared.version` the one way to the versions of the distributions.
 """
 
+import sys
+
 from chunkwise.shared import version
 
 __version__ = version.of(__name__)
+version.check_siblings(sys.modules["chunkwise"].__path__, __version__)
