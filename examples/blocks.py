@@ -28,10 +28,11 @@ class Past(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where new tokens are put: the places [T], and which places each of them sees [B, T, S]."""
+    """Where new tokens are put: the places [T], which places each of them sees [B, T, S], and whether all exist."""
 
     positions: jax.Array
     visible: jax.Array
+    exist: jax.Array
 
 
 def empty_past(layers, B: int, S: int) -> Past:
@@ -48,13 +49,22 @@ def take_places(past: Past, tokens, segment_ids=None) -> tuple[Places, Past]:
       past: what was before.
       tokens: [B, T].
       segment_ids: int32 [B, T]; None is 0 everywhere.
+
+    Raises:
+      ValueError: there are not so many places. Under jit, where no value can raise, `attend` returns NaN instead.
     """
+    T, S = tokens.shape[1], past.segments.shape[1]
+    exist = past.used + T <= S
+    if not isinstance(exist, jax.core.Tracer) and not exist:
+        raise ValueError(
+            f"`past` must have places for {past.used + T} tokens of a row, as `start` makes them; got {S}."
+        )
     ids = jnp.zeros(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
     segments = jax.lax.dynamic_update_slice_in_dim(past.segments, ids, past.used, axis=1)
     positions = past.used + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     before = jnp.arange(segments.shape[1], dtype=jnp.int32) <= positions[:, None]
     visible = before & (segments[:, None] == ids[..., None]) & (ids[..., None] >= 0)
-    return Places(positions, visible), Past(past.layers, segments, past.used + tokens.shape[1])
+    return Places(positions, visible, exist), Past(past.layers, segments, past.used + tokens.shape[1])
 
 
 def rms_norm(x, weight, eps: float):
@@ -95,7 +105,7 @@ def remember(cache, new, places: Places):
 
 
 def attend(q, keys, values, places: Places, scale: float):
-    """Return softmax(scale q keys^T) values [B, T, H, K] over the places that a token sees.
+    """Return softmax(scale q keys^T) values [B, T, H, K] over the places that a token sees; NaN beyond all places.
 
     Args:
       q: [B, T, H, K].
@@ -105,7 +115,8 @@ def attend(q, keys, values, places: Places, scale: float):
 
     Source: Vaswani et al., Attention Is All You Need (2017); with shared heads Ainslie et al., GQA (2023).
     """
-    return jax.nn.dot_product_attention(q, keys, values, mask=places.visible[:, None], scale=scale)
+    o = jax.nn.dot_product_attention(q, keys, values, mask=places.visible[:, None], scale=scale)
+    return jnp.where(places.exist, o, jnp.nan)
 
 
 class Mlp(NamedTuple):

@@ -42,8 +42,39 @@ def read_checkpoint(directory, renamed: dict[str, str], ignored: tuple[str, ...]
     for name, x in open_checkpoint(directory).items():
         if not name.startswith(ignored):
             named[functools.reduce(lambda so_far, pair: so_far.replace(*pair), renamed.items(), name)] = x
-    # Models of images have one for each part.
-    return config.get("text_config", config), named
+    # Models of images have one for each part, and say of the whole whether the head is that of the embedding.
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return tied | config["text_config"] if "text_config" in config else config, named
+
+
+class Settings(dict):
+    """The settings of a config.json, of which one that a model reads must be there."""
+
+    def __missing__(self, name: str):
+        """Refuse a setting that is not there."""
+        raise ValueError(f"config.json must have `{name}` for this example; got only {sorted(self)}.")
+
+
+def rotary_settings(found: dict, **defaults) -> Settings:
+    """Return the settings of rotary positions, which files of transformers 4 have beside others."""
+    beside = {name: found[name] for name in ("rope_theta", "partial_rotary_factor") if name in found}
+    rope = Settings(defaults | beside | (found.get("rope_parameters") or {}))
+    require(found, "rope_scaling")
+    require(rope, "rope_type", "default")
+    return rope
+
+
+def are_attention(found: dict, default) -> tuple[bool, ...]:
+    """Return of every block whether it has attention, if the file does not say it by a function of its number."""
+    if found.get("layer_types") is None:
+        return tuple(default(i) for i in range(found["num_hidden_layers"]))
+    kinds = ("full_attention", "attention"), ("linear_attention",)
+    for kind in found["layer_types"]:
+        if kind not in kinds[0] + kinds[1]:
+            raise ValueError(
+                f"`layer_types` must have entries of {kinds[0] + kinds[1]} for this example; got {kind!r}."
+            )
+    return tuple(kind in kinds[0] for kind in found["layer_types"])
 
 
 def require(found: dict, name: str, *values) -> None:
@@ -67,9 +98,15 @@ def part(named: Named, prefix: str) -> Named:
     return {name.removeprefix(prefix): named.pop(name) for name in list(named) if name.startswith(prefix)}
 
 
-def take_head(named: Named, embedding: jax.Array) -> jax.Array:
-    """Take the matrix [D, vocabulary] before the logits out of a checkpoint, which may be that of the embedding."""
-    return matrix(named, "lm_head") if "lm_head.weight" in named else embedding.T
+def take_head(found: dict, named: Named, embedding: jax.Array) -> jax.Array:
+    """Take the matrix [D, vocabulary] before the logits out of a checkpoint; it may be that of the embedding."""
+    if "lm_head.weight" in named:
+        return matrix(named, "lm_head")
+    if found.get("tie_word_embeddings") is not True:
+        raise ValueError(
+            "the checkpoint must have 'lm_head.weight', unless config.json has a true tie_word_embeddings."
+        )
+    return embedding.T
 
 
 def check_all_taken(named: Named) -> None:
@@ -145,6 +182,9 @@ def generate(run, weights, past, tokens, segment_ids, count: int, piece: int) ->
       count: new tokens of a row.
       piece: tokens of a row that are read at once.
     """
+    places = past.segments.shape[1]
+    if tokens.shape[1] + count - 1 > places:
+        raise ValueError(f"`past` must have places for {tokens.shape[1] + count - 1} tokens of a row; got {places}.")
     for begin in range(0, tokens.shape[1], piece):
         span = slice(begin, begin + piece)
         x, past = run(weights, past, tokens[:, span], segment_ids[:, span])

@@ -46,7 +46,19 @@ from chunkwise.layers import (
     kimi_delta_attention,
     load_kimi_delta_attention,
 )
-from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
+from generation import (
+    Draw,
+    Settings,
+    are_attention,
+    check_all_taken,
+    main,
+    matrix,
+    part,
+    read_checkpoint,
+    require,
+    take,
+    take_head,
+)
 
 
 @dataclass(frozen=True)
@@ -202,26 +214,25 @@ def load(directory) -> tuple[Config, Model]:
         return Block(norm(f"{at}.input_layernorm"), mixer, norm(f"{at}.post_attention_layernorm"), after)
 
     blocks = tuple(block(i) for i in range(len(config.attention)))
-    model = Model(embedding, blocks, norm("model.norm"), take_head(named, embedding))
+    model = Model(embedding, blocks, norm("model.norm"), take_head(found, named, embedding))
     check_all_taken(named)
     return config, model
 
 
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has, one as published or one of transformers."""
-    f, layers = found, range(found["num_hidden_layers"])
+    f = Settings(found)
+    layers = range(f["num_hidden_layers"])
     for name, values in dict(
         hidden_act=("silu", "swish"), mla_use_nope=(True,), mla_use_output_gate=(False,), q_lora_rank=(),
         attention_bias=(False,), moe_router_activation_func=("sigmoid",), moe_layer_freq=(1,), num_shared_experts=(1,),
         use_grouped_topk=(True,), topk_method=("noaux_tc",), routed_expert_hidden_size=(), attn_res_block_size=(),
     ).items():  # fmt: skip
         require(f, name, *values)
-    if "linear_attn_config" in f:
-        # These count blocks from 1.
-        attention = tuple(i + 1 in f["linear_attn_config"]["full_attn_layers"] for i in layers)
-    else:
-        attention = tuple(kind == "full_attention" for kind in f["layer_types"])
-    if "mlp_layer_types" in f:
+    # These count blocks from 1.
+    full = (f.get("linear_attn_config") or {}).get("full_attn_layers")
+    attention = are_attention(f, lambda i: i > 0 and i % 4 == 0 if full is None else i + 1 in full)
+    if f.get("mlp_layer_types") is not None:
         sparse = tuple(kind == "sparse" for kind in f["mlp_layer_types"])
     else:
         sparse = tuple(i >= f["first_k_dense_replace"] for i in layers)

@@ -28,7 +28,7 @@ from chunkwise.layers import (
     load_mamba2_mixer,
     mamba2_mixer,
 )
-from generation import Draw, check_all_taken, main, part, read_checkpoint, take, take_head
+from generation import Draw, Settings, check_all_taken, main, part, read_checkpoint, take, take_head
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,15 @@ def load(directory) -> tuple[Config, Model]:
         at = f"backbone.layers.{i}"
         mixer = load_mamba2_mixer(part(named, f"{at}.mixer."), config.mixer)
         blocks.append(Block(take(named, f"{at}.norm.weight"), mixer))
-    model = Model(embedding, tuple(blocks), take(named, "backbone.norm_f.weight"), take_head(named, embedding))
+    model = Model(embedding, tuple(blocks), take(named, "backbone.norm_f.weight"), take_head(found, named, embedding))
     check_all_taken(named)
     return config, model
 
 
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has."""
-    return Config(
-        found["num_hidden_layers"], config_from({"model_type": "mamba2"} | found), found.get("residual_in_fp32", True)
-    )
+    f = Settings(found)
+    return Config(f["num_hidden_layers"], config_from({"model_type": "mamba2"} | f), f.get("residual_in_fp32", True))
 
 
 def random_model(vocabulary: int) -> tuple[Config, Model]:

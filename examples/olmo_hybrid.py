@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from blocks import (
     KeyValues,
@@ -48,7 +47,20 @@ from chunkwise.layers import (
     init_gated_delta_net,
     load_gated_delta_net,
 )
-from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
+from generation import (
+    Draw,
+    Settings,
+    are_attention,
+    check_all_taken,
+    main,
+    matrix,
+    part,
+    read_checkpoint,
+    require,
+    rotary_settings,
+    take,
+    take_head,
+)
 
 
 @dataclass(frozen=True)
@@ -162,30 +174,28 @@ def load(directory) -> tuple[Config, Model]:
             q_norm, k_norm = (take(named, f"{at}.self_attn.{name}_norm.weight") for name in "qk")
             mixer, norms = Attention(q, k, v, q_norm, k_norm, out), ("post_attention", "post_feedforward")
         else:
-            own = part(named, f"{at}.linear_attn.")
-            # transformers saves these three in equal parts, whatever their channels. Together they are right.
-            own["conv1d.weight"] = np.concatenate([own.pop(f"{name}_conv1d.weight") for name in "qkv"])
-            mixer, norms = load_gated_delta_net(own, config.delta), ("input", "post_attention")
+            mixer = load_gated_delta_net(part(named, f"{at}.linear_attn."), config.delta)
+            norms = "input", "post_attention"
         perceptron = Mlp(*(matrix(named, f"{at}.mlp.{name}_proj") for name in ("gate", "up", "down")))
         norm, mlp_norm = (take(named, f"{at}.{name}_layernorm.weight") for name in norms)
         return Block(norm, mixer, mlp_norm, perceptron)
 
     blocks = tuple(block(*each) for each in enumerate(config.attention))
-    model = Model(embedding, blocks, take(named, "model.norm.weight"), take_head(named, embedding))
+    model = Model(embedding, blocks, take(named, "model.norm.weight"), take_head(found, named, embedding))
     check_all_taken(named)
     return config, model
 
 
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has."""
-    f, H, rope = found, found["num_attention_heads"], found.get("rope_parameters") or {}
-    for name, values in dict(hidden_act=("silu", "swish"), attention_bias=(False,), rope_scaling=()).items():
+    f = Settings(found)
+    H, rope = f["num_attention_heads"], rotary_settings(f, rope_theta=None)
+    for name, values in dict(hidden_act=("silu", "swish"), attention_bias=(False,)).items():
         require(f, name, *values)
-    require(rope, "rope_type", "default")
     return Config(
-        attention=tuple(kind == "full_attention" for kind in f["layer_types"]),
+        attention=are_attention(f, lambda i: i % 4 == 3),
         delta=config_from({"model_type": "olmo_hybrid"} | f), H=H, HK=f["num_key_value_heads"],
-        K=f["hidden_size"] // H, theta=rope.get("rope_theta"), eps=f["rms_norm_eps"],
+        K=f.get("head_dim") or f["hidden_size"] // H, theta=rope["rope_theta"], eps=f["rms_norm_eps"],
     )  # fmt: skip
 
 

@@ -44,7 +44,20 @@ from chunkwise.layers import (
     init_gated_delta_net,
     load_gated_delta_net,
 )
-from generation import Draw, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
+from generation import (
+    Draw,
+    Settings,
+    are_attention,
+    check_all_taken,
+    main,
+    matrix,
+    part,
+    read_checkpoint,
+    require,
+    rotary_settings,
+    take,
+    take_head,
+)
 
 
 @dataclass(frozen=True)
@@ -175,22 +188,22 @@ def load(directory) -> tuple[Config, Model]:
         return Block(norm(f"{at}.input_layernorm"), mixer, norm(f"{at}.post_attention_layernorm"), perceptron)
 
     blocks = tuple(block(*each) for each in enumerate(config.attention))
-    model = Model(embedding, blocks, norm("model.norm"), take_head(named, embedding))
+    model = Model(embedding, blocks, norm("model.norm"), take_head(found, named, embedding))
     check_all_taken(named)
     return config, model
 
 
 def read_config(found: dict) -> Config:
     """Return the sizes that a config.json has."""
-    f, rope = found, found["rope_parameters"]
+    f, interval = Settings(found), found.get("full_attention_interval") or 4
+    rope = rotary_settings(f, partial_rotary_factor=0.25)
     for name, values in dict(
-        hidden_act=("silu", "swish"), attn_output_gate=(True,), attention_bias=(False,), rope_scaling=(),
+        hidden_act=("silu", "swish"), attn_output_gate=(True,), attention_bias=(False,),
         use_sliding_window=(False,), num_experts=(0,),
     ).items():  # fmt: skip
         require(f, name, *values)
-    require(rope, "rope_type", "default")
     return Config(
-        attention=tuple(kind == "full_attention" for kind in f["layer_types"]),
+        attention=are_attention(f, lambda i: (i + 1) % interval == 0),
         delta=config_from({"model_type": "qwen3_5_text"} | f), H=f["num_attention_heads"], HK=f["num_key_value_heads"],
         K=f["head_dim"], rotated=int(f["head_dim"] * rope["partial_rotary_factor"]), theta=rope["rope_theta"],
         eps=f["rms_norm_eps"],

@@ -128,6 +128,8 @@ class Engine:
         """Admit requests that wait, as long as slots are free; run a step; let go of requests that are done."""
         while self.free and waiting and waiting[0].arrival <= self.steps:
             request = waiting.pop(0)
+            if not request.prompt:
+                raise ValueError(f"`prompt` must have a token; got none in request {request.id}, which is dropped.")
             request.slot = self.free.pop()
             self.running.append(request)
 
@@ -143,9 +145,11 @@ class Engine:
             request.computed += len(part)
             request.steps += 1
             # In the middle of a prompt the next token is known.
-            if not request.rest():
+            if request.rest():
+                continue
+            if len(request.generated) < request.wanted:
                 request.generated.append(token)
-            if len(request.generated) == request.wanted:
+            if len(request.generated) >= request.wanted:
                 self.running.remove(request)
                 self.free.append(request.slot)
         self.steps += 1

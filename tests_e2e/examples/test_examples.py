@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import contextlib
 import re
 import runpy
 import sys
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import blocks
 import generation
 import kimi_linear
 import mamba2
@@ -144,6 +146,61 @@ def test_settings_of_the_layers_of_an_example():
     for model in CONFIGS:
         with pytest.raises(ValueError, match=r"no settings that `config_from` does not know; got \['conv_dilation'\]"):
             read(model, conv_dilation=2)
+
+
+def without(found: dict, *names: str, **more) -> dict:
+    return {name: x for name, x in found.items() if name not in names} | more
+
+
+def test_forms_of_a_config():
+    """Settings as transformers reads them: what follows from others, defaults, and names of transformers 4."""
+    found = CONFIGS[qwen3_5]
+    rope, count = found["rope_parameters"], len(found["layer_types"])
+    four = without(found, "layer_types", num_hidden_layers=8)
+    expected = qwen3_5.read_config(found | dict(layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2))
+    assert qwen3_5.read_config(four) == qwen3_5.read_config(four | dict(full_attention_interval=4)) == expected
+    quarter = found | dict(rope_parameters=rope | dict(partial_rotary_factor=0.25))
+    for form in (
+        dict(rope_parameters=without(rope, "partial_rotary_factor")),
+        dict(rope_parameters=None, rope_theta=rope["rope_theta"], partial_rotary_factor=0.25, rope_scaling=None),
+    ):
+        assert qwen3_5.read_config(found | form) == qwen3_5.read_config(quarter)
+    assert olmo_hybrid.read_config(CONFIGS[olmo_hybrid] | dict(head_dim=48)).K == 48
+    with pytest.raises(ValueError, match=r"`layer_types` must have entries of .*; got 'sliding_attention'"):
+        qwen3_5.read_config(found | dict(layer_types=["sliding_attention"] * count))
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_setting_that_is_missing(model):
+    """It is an error with its name, or has a value by default."""
+    for name in CONFIGS[model]:
+        with contextlib.suppress(ValueError):
+            model.read_config(without(CONFIGS[model], name))
+    with pytest.raises(ValueError, match=r"config.json must have `num_hidden_layers` for this example"):
+        model.read_config(without(CONFIGS[model], "num_hidden_layers", "layer_types"))
+
+
+def test_a_head_that_is_missing():
+    embedding = jnp.ones((3, 2))
+    assert generation.take_head(dict(tie_word_embeddings=True), {}, embedding).shape == (2, 3)
+    for found in ({}, dict(tie_word_embeddings=False)):
+        with pytest.raises(ValueError, match=r"the checkpoint must have 'lm_head.weight', unless"):
+            generation.take_head(found, {}, embedding)
+
+
+def test_more_tokens_than_places():
+    """A text has an end where `start` made no more places; under jit its logits are NaN from there on."""
+    config, weights = qwen3_5.random_model(64)
+    tokens, past = jnp.ones((1, 3), jnp.int32), qwen3_5.start(config, 1, 4, jnp.float32)
+    run = generation.compile_run(qwen3_5, config, "xla")
+    x, past = run(weights, past, tokens)
+    assert bool(jnp.isfinite(x).all())
+    with pytest.raises(ValueError, match=r"`past` must have places for 6 tokens of a row, .*; got 4"):
+        blocks.take_places(past, tokens)
+    x, past = run(weights, past, tokens)
+    assert bool(jnp.isnan(x).all())
+    with pytest.raises(ValueError, match="`past` must have places for 8 tokens of a row; got 4"):
+        generation.generate(run, weights, past, np.ones((1, 3)), np.zeros((1, 3)), 6, 3)
 
 
 def imported(path: Path) -> set[str]:

@@ -82,6 +82,21 @@ class Case(NamedTuple):
         return tuple(empty_cache(self.config.delta, slots) for attention in self.config.attention if not attention)
 
 
+def test_requests_without_tokens():
+    """A prompt is scored without a token after it; an empty one is refused, and the others go on."""
+    run = lambda model, pools, tokens, step: (jnp.zeros((1, tokens.shape[1], serving.VOCABULARY)), pools)
+    model = serving.random_model(1)
+    engine = Engine(model, serving.empty_pools(model, 2), budget=4, run=run)
+    requests = [Request(0, [1, 2], 0), Request(1, [], 3), Request(2, [1] * 6, 2)]
+    waiting = [*requests]
+    with pytest.raises(ValueError, match="`prompt` must have a token; got none in request 1, which is dropped"):
+        engine.step(waiting)
+    engine.serve(waiting)
+    assert [len(request.generated) for request in requests] == [0, 0, 2]
+    assert requests[0].computed == 2
+    assert sorted(engine.free) == [0, 1]
+
+
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     from tests_e2e.layers.recording import build, randomise, torch
