@@ -145,15 +145,16 @@ def commands() -> list:
 
 
 def test_first_screen():
-    """The README begins with a call, with what sets everything up and runs it, and with what tests it."""
-    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
+    """The README begins with models and devices, with what sets everything up and tests it, and with a call."""
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:45])
     install, tests = "python -m pip install . && chunkwise demo", "python -m pip install nox && python -m nox"
     kinds = [kind for kind, _ in BLOCK.findall(screen)]
-    assert kinds == ["python", "", "sh"]
-    assert BLOCK.findall(screen)[2][1] == f"{install}\n{tests}\n"
+    assert kinds == ["sh", "python", ""]
+    assert BLOCK.findall(screen)[0][1] == f"{install}\n{tests}\n"
     for page in ("which-library", "from-flash-linear-attention", "flax", "torch"):
         assert f"](docs/{page}.md)" in screen
     assert "<!-- figures: first-screen -->" in screen
+    assert all(name in screen for name in ("your model?", "Qwen3-Next", "your device?", "TPU v5e", "CPU", "GPU"))
     assert tests.replace("python ", "python3 ") in (ROOT / ".ci/run").read_text()
 
 
