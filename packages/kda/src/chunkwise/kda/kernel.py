@@ -149,9 +149,13 @@ def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.St
     for n, boundary, scores in staged:
         store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + p], static)
     if refs.exact_levels is not None:
-        # Gates whose decay is 0 are rare, and products for every level are too expensive to be made in every grid step.
-        again = lambda: prepare_exactly(refs, gates, betas, valid, masks, static)
-        pl.when(forgets(refs, gates, valid, static))(again)
+        # Rows that base blocks cannot have are rare, and products for every level are too expensive to be made in every
+        # grid step.
+        @pl.when(loads.beyond_base(refs.decays, range(heads), static.K))
+        def _():
+            for n in range(0, heads, p):
+                again = functools.partial(prepare_exactly, refs, n, gates, betas, beta_rows, valid, masks, static)
+                pl.when(loads.beyond_base(refs.decays, range(n, n + p), static.K))(again)
 
 
 def by_head(refs: KdaFwdRefs, valid, static: KdaStatic) -> tuple[Callable, Callable]:
@@ -217,27 +221,36 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
-def forgets(refs: KdaFwdRefs, gates, valid, static: KdaStatic) -> jax.Array:
-    """Return whether a gate of cur is a decay of 0, for which base blocks would compute with 2^-24."""
-    if refs.law is not None:
-        # The largest raw gate of a lane gives its strongest decay.
-        gates = gates.astype(jnp.float32) if valid is None else jnp.where(valid, gates.astype(jnp.float32), -jnp.inf)
-        gates = loads.decays_of(jnp.max(gates, axis=0, keepdims=True), refs, None, static)
-    return jnp.min(gates) < tile.ZERO_DECAY
+def prepare_exactly(refs: KdaFwdRefs, n: int, gates, betas, beta_rows, valid, masks, static: KdaStatic) -> None:
+    """Make the scores of a pack once more with a product for every level, and store the rows beyond base blocks.
+
+    Other rows stay as they are: no bit of their results may depend on later gates. `beta_rows` are the second result of
+    `rounded_betas`; the other arguments are as in `prepare`.
+    """
+    C, p, packs = static.C, static.p, slice(n // static.p, n // static.p + 1)
+    beyond = loads.rows_beyond_base(refs.decays, range(n, n + p), static.K, C)  # [1, C, p C]
+    exact = dataclasses.replace(static, base=1)
+    load_q, load_unit = by_head(refs, valid, exact)
+    of_levels = refs._replace(levels=refs.exact_levels)
+    _, scores = prepare(of_levels, n, load_q, load_unit, gates, betas, valid, masks, exact)
+    assert scores is not None
+
+    def store(ref, x) -> None:
+        chosen = packed.concat_lanes([beyond] * (x.shape[2] // (p * C)))
+        chosen = packed.concat_rows([chosen] * (x.shape[1] // C))
+        ref[packs] = jnp.where(chosen > 0.0, x, ref[packs].astype(jnp.float32)).astype(ref.dtype)
+
+    store(refs.A, scores[:, C:] * beta_rows[packs])
+    refs.blocks[packs] = inverse.begin_inverse(refs.A[packs])
+    if refs.o is not None:
+        store(refs.P, score_parts(scores, beta_rows[packs], refs.v.dtype).astype(jnp.float32))
+    if refs.scores_out is not None:
+        store(refs.scores_out, scores)
 
 
-def prepare_exactly(refs: KdaFwdRefs, gates, betas, valid, masks, static: KdaStatic) -> None:
-    """Store the arrays of `prepare` once more, computed with a product for every level in place of base blocks."""
-    refs, static = refs._replace(levels=refs.exact_levels), dataclasses.replace(static, base=1)
-    load_q, load_unit = by_head(refs, valid, static)
-    factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static)
-    for n in range(0, static.config.heads, static.p):
-        boundary, scores = prepare(refs, n, load_q, load_unit, gates, betas, valid, masks, static)
-        assert scores is not None
-        packs = slice(n // static.p, n // static.p + 1)
-        refs.A[packs] = scores[:, static.C :] * beta_rows[packs]
-        refs.blocks[packs] = inverse.begin_inverse(refs.A[packs])
-        store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + static.p], static)
+def score_parts(scores, beta_row, dtype) -> jax.Array:
+    """Return the scores of queries, from the result of `pack_scores`, times beta, parts side by side."""
+    return packed.concat_lanes(packed.split_bf16(scores[:, : scores.shape[1] // 2] * beta_row, dtype))
 
 
 def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: KdaStatic) -> None:
@@ -249,7 +262,7 @@ def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, s
     refs.ends[pack], refs.through[pack] = packed.concat_rows(packed.split_bf16(ends, dtype)), through
     scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
     if refs.o is not None:
-        refs.P[packs] = packed.concat_lanes(packed.split_bf16(scores[:, : static.C] * beta_rows[packs], dtype))
+        refs.P[packs] = score_parts(scores, beta_rows[packs], dtype)
     if refs.scores_out is not None:
         refs.scores_out[packs] = scores
 

@@ -4,6 +4,7 @@ Queries and keys are loaded with unit length if the options ask for it, values t
 decays. Decays between the rows of a chunk are kept in scratch memory.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -52,6 +53,26 @@ def load_decays(ref, heads: range, K: int, base: int, erase_before_decay: bool) 
         return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
 
     return tile.chunk_decays([load(i) for i in range(tile.count_decays(base, erase_before_decay))], base)
+
+
+def beyond_base(ref, heads: range, K: int) -> jax.Array:
+    """Return whether base blocks cannot have some row of the heads, from scratch memory that has their factors."""
+    each = K // packed.LANES
+    return jnp.min(ref[0, heads.start * each : heads.stop * each]) < jnp.float32(tile.LEAST_FACTOR)
+
+
+def rows_beyond_base(ref, pack: range, K: int, C: int) -> jax.Array:
+    """Return which rows of a pack base blocks cannot have, as 1 and 0, float32 [1, C, p C].
+
+    Of a block these are all rows from some row on, because gates are at most 0.
+    """
+    each, rows = K // packed.LANES, []
+    for n in pack:
+        least = functools.reduce(jnp.minimum, [ref[0, n * each + m] for m in range(each)])  # [C, 128]
+        least = jnp.min(least, axis=1, keepdims=True)[None]  # [1, C, 1]
+        beyond = jnp.where(least < jnp.float32(tile.LEAST_FACTOR), jnp.float32(1.0), jnp.float32(0.0))
+        rows.append(jnp.broadcast_to(beyond, (1, C, C)))
+    return packed.concat_lanes(rows)
 
 
 def load_keys(ref, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:

@@ -22,19 +22,21 @@ from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
 # Rows of a vector register: to take blocks of so many rows apart, or to join them, costs nothing.
 SUBLANES = 8
-# The least gate, to base 2, inside of base blocks of 8 rows; smaller gates count as this one. Four such gates make
-# 2^-96, so that the factors of the product never overflow. A decay below 2^-24 = 6e-8 counts as 2^-24, which makes no
-# difference to a bfloat16 row. But a decay that is 0 must stay 0, because the state before it may hold anything, so a
-# chunk with such a decay takes no base blocks.
+# Of a pair of rows in a base block, the row's factor is 2^72 times the decay from the first row of the block, and the
+# column's factor is 2^-72 times the inverse of such a decay. If no gate is below 2^-24, seven gates take these factors
+# to 2^-96 and 2^96 at most.
+ANCHOR = 2.0**72
+# The least gate, to base 2, that a promise may allow so that base blocks are right for all rows.
 LEAST_GATE = -24.0
-# A gate in nats whose decay is below the normal numbers of float32, and counts as 0.
-ZERO_DECAY = -87.0
+# A row whose factor is below this for any channel goes by levels: the inverse of the factor may overflow.
+LEAST_FACTOR = 2.0**-96
 
 
 def base_block(min_gate: float | None, dtype) -> int:
     """Return the rows of base blocks, which are diagonal blocks covered by one product: 8, or 1 for no base blocks.
 
-    It is 8 where no gate is below `LEAST_GATE`, and for any gate if the tensors are bfloat16.
+    It is 8 where no gate is below `LEAST_GATE`. It is also 8 if the tensors are bfloat16: rows after stronger gates
+    are then computed once more, by levels.
     """
     bounded = min_gate is not None and min_gate * tiles.LOG2_E >= LEAST_GATE
     return SUBLANES if bounded or matmul.operand_dtype(dtype) == jnp.bfloat16 else 1
@@ -66,8 +68,8 @@ class ChannelDecays(NamedTuple):
     """Decays between rows of a chunk, all [h, C, K].
 
     Attributes:
-      base: the factors of rows and of columns in base blocks, with the middle of the block for n; None if the base is
-        1.
+      base: the factors of rows and of columns in base blocks, with the first row of the block for n; None if the base
+        is 1.
       levels: for every level b = base, 2 base, ..., C/2, decays over (n, i] in right halves and over (j, n] in left
         halves.
       start: from the start of the chunk to row i, its gate included.
@@ -109,44 +111,54 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     return [*levels, start, end]
 
 
-def middle_sums(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[jax.Array]:
-    """Return the sums from the middle of blocks of 8 rows to each row, given and returned row by row.
+def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[list[jax.Array]]:
+    """Return the factors of rows and of columns in blocks of 8 rows, given and returned row by row.
+
+    The factors of a row have no gate of a later row, so that no bit of a result depends on later tokens. Those of the
+    second half are products of two decays, because the sum of seven gates may be a number whose power of 2 underflows.
 
     Args:
       g: the gates.
-      continuing: 1 for a row of the same sequence as the row before it, else 0; None if all rows are of one sequence. A
-        sum counts only gates of its row's sequence, so that no sequence changes the rounding of another.
+      continuing: as in `block_decays`. A row that does not continue starts like the first row of the block: factors
+        count only gates of their row's sequence, so that no sequence changes the rounding of another.
     """
-    half = SUBLANES // 2
-    g = [jnp.maximum(x, LEAST_GATE) for x in g]
-    sums = [jnp.zeros_like(g[0]), g[half]]  # for the two rows beside the middle
-    for row in range(half - 1, 0, -1):
-        x = sums[0] - g[row]
-        sums.insert(0, x if continuing is None else x * continuing[row])
-    for row in range(half + 1, SUBLANES):
-        x = sums[-1] if continuing is None else sums[-1] * continuing[row]
-        sums.append(x + g[row])
-    return sums
+    zero, first = jnp.zeros_like(g[0]), jnp.full_like(g[0], ANCHOR)
+    rows, columns, half = [first], [1.0 / first], SUBLANES // 2
+    total, row, column = zero, *rows, *columns  # the gates after a row before, and the factors of that row
+    for i in range(1, SUBLANES):
+        if i == half:
+            total, row, column = zero, rows[-1], columns[-1]
+        total = total + g[i]
+        if continuing is not None:
+            goes_on = continuing[i] > 0.0
+            total = jnp.where(goes_on, total, 0.0)
+            row, column = jnp.where(goes_on, row, first), jnp.where(goes_on, column, 1.0 / first)
+        rows.append(row * jnp.exp2(total))
+        columns.append(column * jnp.exp2(-total))
+    return [rows, columns]
 
 
 def block_decays(
     g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None, erase_before_decay: bool = False
 ) -> list[list[jax.Array]]:
-    """Return the decays in blocks of 8 rows from gates to base 2, row by row; `continuing` as in `middle_sums`.
+    """Return the decays in blocks of 8 rows from gates to base 2, row by row.
 
     Sums of gates have one sign, so nothing cancels; None is the sum of no gates. With a base of 0, only the decays from
     the start and to the end of blocks are returned. If erase keys read the state before the decay of their token, the
     decays of their rows follow, which are decays of the rows before.
+
+    Args:
+      g: the gates.
+      base: the rows of base blocks.
+      continuing: 1 for a row of the same sequence as the row before it, else 0; None if all rows are of one sequence.
+      erase_before_decay: whether erase keys read the state before the decay of their token.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
-    sums = join_blocks(g, [None] * len(g), join, lambda x: x)
-    if base == 0:
-        sums = sums[-2:]
-    elif base > 1:
-        middle = middle_sums(g, continuing)
-        sums[:-2] = [middle, [-x for x in middle]]
+    *sums, start, end = join_blocks(g, [None] * len(g), join, lambda x: x)
+    sums = [start, end] if base != 1 else [*sums, start, end]
     one = jnp.ones_like(g[0])
-    decays = [[one if x is None else jnp.exp2(x) for x in each] for each in sums]
+    decays = base_factors(g, continuing) if base > 1 else []
+    decays += [[one if x is None else jnp.exp2(x) for x in each] for each in sums]
     if erase_before_decay:
         of_rows = [x for i, x in enumerate(decays[:-1]) if base <= 1 or i != 1]
         blocks = _row_blocks(base)
