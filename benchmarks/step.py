@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from benchmarks import timing, tpu
+from benchmarks import timing, tpu, turns
 from benchmarks.regions import Loop, Region, kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
@@ -176,8 +176,7 @@ def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list
     whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
     empty = (cur[END] == cur[BEGIN]) & (prev[END] == prev[BEGIN])
     unowned = prev[OPENS] & prev[MIXED]
-    # The second path of a gate for every channel is not taken.
-    second = (0,) if case.table.per_channel else ()
+    second = turns.second_path(case, C)
     cut = whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second
     runs = prev[FIRST], copied, *cut, prev[LAST]
     return len(turn), [int(np.sum(x)) for x in runs]

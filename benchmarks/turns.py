@@ -12,8 +12,10 @@ import numpy as np
 from benchmarks import regions
 from chunkwise.command.models import Layer
 from chunkwise.fused_gla.config import default_for
+from chunkwise.kda import config as kda_config
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps
+from chunkwise.shared.kernels.packed import packing
 from chunkwise.shared.tuning import largest_divisor
 
 # From the name of an operation and the kernel's loop to the steps of a block of heads and how many of them run each
@@ -21,7 +23,7 @@ from chunkwise.shared.tuning import largest_divisor
 Turns = Callable[[str, regions.Loop], tuple[int, list[int]] | None]
 
 
-def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
+def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, list[int]]:
     """Return the grid steps of a launch for one block of heads, and how many of them run each of its regions.
 
     Regions are in the order of the kernel's text.
@@ -30,6 +32,7 @@ def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
       case: the layer.
       kind: "fwd", "states" or "bwd".
       C: tokens of a chunk.
+      promised: whether a bound promises that no gate is strong.
     """
     chunks, cu_seqlens = 1, case.boundaries(case.T)
     if not case.table.delta:
@@ -39,10 +42,23 @@ def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
         chunks = largest_divisor(NT, config.num_steps)
     table = np.asarray(make_steps(1, case.T, chunks * C, cu_seqlens, with_states=True).table)
     if case.table.delta:
-        steps, runs = _delta_rule_runs(table, C, kind, cu_seqlens is not None, case.table.per_channel)
+        steps, runs = _delta_rule_runs(
+            table, C, kind, cu_seqlens is not None, () if promised or kind == "bwd" else second_path(case, C)
+        )
     else:
         steps, runs = _gla_runs(table, C, kind, cu_seqlens is not None)
     return steps, [int(np.sum(x)) for x in runs]
+
+
+def second_path(case: Layer, C: int) -> tuple[int, ...]:
+    """Return how many steps of a forward run the regions that make up for strong gates, of which none is strong here.
+
+    There is one around the regions of all packs of heads, where every channel has a gate.
+    """
+    if not case.table.per_channel:
+        return ()
+    config = kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
+    return (0,) * (1 + config.heads // packing(C, config.heads, config.heads_bwd))
 
 
 def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,9 +67,7 @@ def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
 
 
-def _delta_rule_runs(table, C, kind, pieces, per_channel):
-    # The second path of a gate for every channel is not taken.
-    second = (0,) if per_channel and kind == "fwd" else ()
+def _delta_rule_runs(table, C, kind, pieces, second):
     if kind == "bwd":
         # The first grid step clears results, too.
         begins = table[LAST].copy()
@@ -91,7 +105,7 @@ def turns_of(case: Layer) -> Turns:
     """Return how many steps of our kernels run each region, for a layer of one sequence.
 
     The kernels of gated linear attention loop as often as their tables say. The forwards of delta rules with gates per
-    channel have a second path for chunks with decays of 0; it counts as not taken.
+    channel have a second path for rows after strong gates; it counts as not taken.
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:

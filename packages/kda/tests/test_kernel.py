@@ -40,36 +40,40 @@ def test_decays(C, base, strength):
         last_left = (np.arange(C) | (2 * b - 1)) - b
         assert_close(f"level {b}", decay, np.exp2(-np.abs(G - G[:, last_left])), STAGE_TOLERANCE)
     if base > 1:
-        G = np.cumsum(np.maximum(g, tile.LEAST_GATE), axis=1)
-        middle = G - G[:, np.arange(C) // base * base + base // 2 - 1]
-        for factor, sign in zip(decays.base, (1, -1), strict=True):
-            assert np.isfinite(factor).all()
-            assert_close("factor", factor * np.exp2(-sign * middle), np.ones_like(g), TOLERANCE["float32"])
+        from_first = G - G[:, np.arange(C) // base * base]
+        rows, columns = (np.asarray(x, np.float64) for x in decays.base)
+        held = rows >= tile.LEAST_FACTOR
+        np.testing.assert_array_equal(held, np.exp2(from_first) * tile.ANCHOR >= tile.LEAST_FACTOR)
+        for factor, sign in ((rows, 1), (columns, -1)):
+            exact = np.exp2(sign * from_first[held]) * tile.ANCHOR**sign
+            assert_close("factor", factor[held] / exact, np.ones_like(exact), TOLERANCE["float32"])
 
 
-def test_sums_of_one_sequence_do_not_know_the_gates_of_another():
+def test_factors_do_not_know_the_gates_of_another_sequence_and_of_later_rows():
     """Rows 2 and 6 of a block begin sequences: pairs inside of one keep their decay, and every bit of their factors."""
     owner = np.repeat([0, 1, 2], [2, 4, 2])
     continuing = [jnp.asarray(x, jnp.float32) for x in np.append(0, np.diff(owner) == 0)]
     g = -np.random.default_rng(0).random(8)
 
     def factors(g):
-        start, _ = tile.block_decays([jnp.asarray(x, jnp.float32) for x in g], 8, continuing)[:2]
-        return np.asarray(start)
+        return np.asarray(tile.base_factors([jnp.asarray(x, jnp.float32) for x in g], continuing))
 
     expected = factors(g)
     for i in range(8):
         for j in range(i):
             if owner[i] == owner[j]:
-                np.testing.assert_allclose(expected[i] / expected[j], np.exp2(g[j + 1 : i + 1].sum()), rtol=1e-6)
+                decay = expected[0, i] * expected[1, j]
+                np.testing.assert_allclose(decay, np.exp2(g[j + 1 : i + 1].sum()), rtol=1e-6)
     for n in range(3):
         changed = factors(np.where(owner == n, 3.0 * g, g))
-        np.testing.assert_array_equal(changed[owner != n], expected[owner != n])
+        np.testing.assert_array_equal(changed[:, owner != n], expected[:, owner != n])
+    for i in range(8):
+        changed = factors(np.where(np.arange(8) < i, g, 3.0 * g))
+        np.testing.assert_array_equal(changed[:, :i], expected[:, :i])
 
 
 @pytest.mark.parametrize("C", [16, 64])
-@pytest.mark.parametrize("base", [1, 8])
-@pytest.mark.parametrize("strength", [1.0, 100.0])
+@pytest.mark.parametrize(("base", "strength"), [(1, 1.0), (1, 100.0), (8, 1.0), (8, 16.0)])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_interaction(C, base, strength, pairs):
     """Every pair and every own product stands in exactly one of the products, and none of them overflows."""

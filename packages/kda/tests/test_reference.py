@@ -267,6 +267,26 @@ def test_min_gate_changes_nothing(implementation, bound, g, dtype):
             np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
+def test_small_values_after_strong_gates():
+    """A strong gate forgets a value that is much larger than the values after it, wherever it stands in 8 rows."""
+    strong = [(2,), (2, 3), (1, 5, 9), (5, 6, 7)]
+    B, T, K = 3 * len(strong), 12, 8
+    g = np.zeros((3, len(strong), T))
+    for n, rows in enumerate(strong):
+        g[:, n, rows] = np.array([-20.0, -40.0, -86.0])[:, None]
+    g = g.reshape(B, T)
+    values = 2.0 ** (14 - 27 * np.cumsum(g < 0, axis=1))
+    key = np.zeros((B, T, 1, K))
+    key[..., 0] = 1.0
+    x = {name: jnp.asarray(y, jnp.bfloat16) for name, y in dict(q=key, k=key).items()}
+    x["v"] = jnp.asarray(np.broadcast_to(values[..., None, None], key.shape), jnp.bfloat16)
+    x["g"] = jnp.asarray(np.broadcast_to(g[..., None, None], key.shape), jnp.float32)
+    x["beta"] = jnp.full((B, T, 1), 0.5, jnp.bfloat16)
+    o, _ = jax.jit(lambda x: chunk_kda(**x, scale=1.0, implementation="fused"))(x)
+    # Every number by itself: a row and an output are rounded to bfloat16.
+    np.testing.assert_allclose(np.asarray(o, np.float64), reference(**x, scale=1.0)[0], rtol=2.0**-7)
+
+
 @both
 def test_gradients_of_repeated_keys_with_a_bound(implementation):
     inputs = inputs_of(*SIZES_64, repeat_key=True, num_states=1, normalise=False)

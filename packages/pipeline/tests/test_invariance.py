@@ -13,6 +13,10 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
 THOROUGH = dict(
+    # The others run the same kernels, or have no choice of products.
+    test_no_bit_depends_on_later_tokens=lambda operator, implementation: (
+        operator.name != "chunk_kda" or implementation != "fused"
+    ),
     test_split_with_state_handed_over=True,
     # The tests of the recurrence have sequences alone, batched and packed, and the tests of isolation poison them.
     test_alone_batched_and_packed_agree=True,
@@ -121,6 +125,35 @@ def test_plain_jax_with_states_has_the_same_bits_alone_and_packed(operator):
     alone, state = run(cut(x, 13, 40), jnp.array([0, 27], jnp.int32))
     np.testing.assert_array_equal(alone, o[:, 13:])
     np.testing.assert_array_equal(state, states[1:])
+
+
+# Kernels with gates per channel choose products by the gates of a chunk, or by a promise.
+ALL_GATES = [(operator, name, None) for operator in CHUNKED for name in operator.implementations]
+PROMISED = [(operator, "fused", -5.0) for operator in CHUNKED if operator.delta and operator.per_channel]
+
+
+@pytest.mark.parametrize(
+    ("operator", "implementation", "bound"), ALL_GATES + PROMISED, ids=lambda x: getattr(x, "name", None)
+)
+def test_no_bit_depends_on_later_tokens(operator, implementation, bound):
+    """Outputs, and gradients of queries, in the chunk of a token from which on all tokens are others, with resets."""
+    sizes = dict(T=32, H=1, HV=2, K=8, V=8, dtype=jnp.bfloat16)
+    options = dict(implementation=implementation, chunk_size=32) | ({} if bound is None else {"min_gate": bound})
+    x = operator_inputs(operator, **sizes)
+    later = operator_inputs(operator, **sizes, seed=1, gate="resets" if bound is None else "logsigmoid")
+    constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
+    do = jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).astype(jnp.bfloat16).reshape(x["v"].shape)
+
+    @jax.jit
+    def run(x):
+        o, pull = jax.vjp(lambda x: operator.function(**x, **constant, **options)[0], x)
+        return o, pull(do)[0]["q"]
+
+    expected = run(x)
+    for t in (1, 11, 14, 29):
+        found = run({name: jnp.concatenate([y[:, :t], later[name][:, t:]], axis=1) for name, y in x.items()})
+        for name, y, other in zip(("o", "dq"), expected, found, strict=True):
+            np.testing.assert_array_equal(y[:, :t], other[:, :t], err_msg=f"{name}, {t}")
 
 
 @pytest.mark.parametrize("implementation", ["xla", "staged"])
