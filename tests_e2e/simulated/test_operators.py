@@ -39,6 +39,7 @@ THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
     test_erase_gates=lambda gradients: gradients,
+    test_strong_gates=True,
 )
 
 
@@ -57,12 +58,20 @@ def test_erase_gates(gradients):
     assert_operator("gdn2", {}, (1, 24), True, gradients, "float32")
 
 
-def assert_operator(operator, sequences, sizes, states, gradients, dtype):
+@pytest.mark.parametrize("batch", ["rows", "pack without states"])
+def test_strong_gates(batch):
+    """Kernels with gates per channel make the scores of rows after strong gates once more."""
+    assert_operator("kda", *BATCHES[batch], False, "bfloat16", gate="resets")
+
+
+def assert_operator(operator, sequences, sizes, states, gradients, dtype, **more):
     """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
     entry = operators.OPERATORS[f"chunk_{operator}"]
     normalise = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
-    x = operators.operator_inputs(entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states)
+    x = operators.operator_inputs(
+        entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states, **more
+    )
     run = functools.partial(
         entry.function, **normalise, output_final_state=states, chunk_size=16, implementation="fused",
         config=CONFIGS[operator],
