@@ -122,17 +122,16 @@ def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None) -> list
       continuing: as in `block_decays`. A row that does not continue starts like the first row of the block: factors
         count only gates of their row's sequence, so that no sequence changes the rounding of another.
     """
-    zero, first = jnp.zeros_like(g[0]), jnp.full_like(g[0], ANCHOR)
-    rows, columns, half = [first], [1.0 / first], SUBLANES // 2
-    total, row, column = zero, *rows, *columns  # the gates after a row before, and the factors of that row
+    zero, row_0, column_0 = (jnp.full_like(g[0], x) for x in (0.0, ANCHOR, 1 / ANCHOR))
+    rows, columns = [row_0], [column_0]
+    total, row, column = zero, row_0, column_0  # the gates after a row before, and the factors of that row
     for i in range(1, SUBLANES):
-        if i == half:
+        if i == SUBLANES // 2:
             total, row, column = zero, rows[-1], columns[-1]
         total = total + g[i]
         if continuing is not None:
-            goes_on = continuing[i] > 0.0
-            total = jnp.where(goes_on, total, 0.0)
-            row, column = jnp.where(goes_on, row, first), jnp.where(goes_on, column, 1.0 / first)
+            pairs = (total, zero), (row, row_0), (column, column_0)
+            total, row, column = (jnp.where(continuing[i] > 0.0, *pair) for pair in pairs)
         rows.append(row * jnp.exp2(total))
         columns.append(column * jnp.exp2(-total))
     return [rows, columns]
