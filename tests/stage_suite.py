@@ -283,6 +283,15 @@ class TransformTests(OfStage):
             assert d.dtype == jnp.float32, f"d{name} is {d.dtype}"
             compare.assert_close(f"d{name}", d, want[name], 1e-6)
 
+    def test_forward_mode(self):
+        """Plain JAX has one; that of a kernel is a sentence with the name of the function."""
+        x = self.stage.arrays(small(), padding=1.0)
+        forward = lambda implementation: jax.jvp(jax.jit(self.stage.run(implementation)), (x,), (x,))
+        assert jax.eval_shape(lambda: forward("xla"))[1].keys() == set(self.stage.results)
+        name = self.stage.function.__name__
+        with pytest.raises(NotImplementedError, match=f'{name} has no forward-mode derivative under "pallas"; use'):
+            forward("pallas")
+
     def test_second_derivative(self):
         """Plain JAX has one; that of a kernel is a sentence."""
         trace_second_derivative(self.stage, "xla")

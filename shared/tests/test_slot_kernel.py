@@ -44,6 +44,12 @@ def test_gradients():
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
+def test_no_forward_mode():
+    pool, _ = make((3, 8), "float32")
+    with pytest.raises(NotImplementedError, match="the kernel read_slots has no derivative: "):
+        jax.jvp(lambda pool: slot_kernel.read(pool, READ), (pool,), (pool,))
+
+
 def test_types():
     """TPU kernels take no float16."""
     assert not slot_kernel.takes(jnp.zeros((2, 3, 8), jnp.float16))

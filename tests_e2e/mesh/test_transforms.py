@@ -101,6 +101,13 @@ def test_second_derivatives(spec):
         assert_same(got, want)
 
 
+def test_no_forward_mode():
+    x, _, _ = example()
+    run, _ = divided(DIVISIONS["rows-and-heads"])
+    with pytest.raises(NotImplementedError, match=f"{NAME} has no forward-mode derivative where it divides itself"):
+        jax.jvp(run, (x,), (x,))
+
+
 def test_saved_maps_are_not_made_again():
     """With the names of the map and of the state before a device a recomputed forward needs no collective."""
     x, cotangents, _ = example()

@@ -31,7 +31,7 @@ THOROUGH = dict(
     test_remat=True,
     test_shard_map=True,
     test_packed_cost_follows_tokens=True,
-    test_kernels_are_differentiated_once=lambda name: "gated_delta_rule" not in name,
+    test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
 )
 
 
@@ -164,31 +164,29 @@ def test_forward_mode():
     assert_close("derivative", forward, reverse, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [(x.name, "fused") for x in OPERATORS.values()] + [(x.name, "staged") for x in OPERATORS.values() if x.chunked],
-)
-def test_kernels_are_differentiated_once(name, implementation):
-    """Their second derivative is a sentence that names what has one; that of plain JAX exists."""
+KERNELS = [(x.name, "fused") for x in OPERATORS.values()] + [
+    (x.name, "staged") for x in OPERATORS.values() if x.chunked
+]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(("name", "implementation"), KERNELS)
+def test_kernels_are_differentiated_once_in_reverse(name, implementation, jitted):
+    """Any other derivative is a sentence that names the function and what has one."""
     operator = OPERATORS[name]
     inputs = operator_inputs(operator, 1, 3, 1, 1, 8, 8, num_states=1)
-
-    def second(implementation):
-        loss = lambda x: jnp.sum(operator.function(**x, implementation=implementation)[0] ** 2)
-        squares = lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(jax.grad(loss)(x)))
-        return jax.eval_shape(jax.grad(squares), inputs)
-
-    assert second("xla")["v"].shape == inputs["v"].shape
-    with pytest.raises(NotImplementedError, match=r'the kernel .* has no derivative: .* use implementation="xla"'):
-        second(implementation)
-
-
-def test_kernels_have_no_forward_mode():
-    """JAX says so itself where a gradient is our own."""
-    inputs = make_inputs(1, 3, 1, 1, 8, 8)
-    run = lambda x: chunk_gated_delta_rule(**x, implementation="fused")[0]
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(run, (inputs,), (inputs,))
+    transform = jax.jit if jitted else lambda f: f
+    loss = transform(lambda x: jnp.sum(operator.function(**x, implementation=implementation)[0] ** 2))
+    squares = lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(jax.grad(loss)(x)))
+    advice = f'under "{implementation}"; use implementation="xla".'
+    assert jax.eval_shape(jax.grad(loss), inputs)["v"].shape == inputs["v"].shape
+    for f in (loss, jax.jit(loss)):
+        with pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative {advice}"):
+            jax.jvp(f, (inputs,), (inputs,))
+    with pytest.raises(NotImplementedError, match=f"{name} can be differentiated only once {advice}"):
+        jax.eval_shape(jax.grad(squares), inputs)
+    with pytest.raises(NotImplementedError, match=f"{name} can be differentiated only once {advice}"):
+        jax.eval_shape(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), inputs)
 
 
 def test_remat():

@@ -18,6 +18,7 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.serving import decode, run
 
@@ -50,7 +51,8 @@ class Operator:
         x = arguments.check_shared(x, options)
         arguments.warn_head_first(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
-        return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
+        name = f"chunk_{self.name}"
+        return _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over a few tokens of every sequence, token by token; without any slot there is no pool."""
@@ -65,7 +67,8 @@ class Operator:
             for name, limit in (("fused", decode.limit), ("xla", lambda x, options: None))
         }
         chosen = implementations.choose(known, implementation, x, options)
-        return _located(chosen, x, options, functools.partial(implementations.run, chosen))()
+        name = f"recurrent_{self.name}"
+        return _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
         """Run a serving step; `x.initial_state` is the pool."""
@@ -75,7 +78,7 @@ class Operator:
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         step = functools.partial(run.run_step, name, chosen, strict=strict)
-        o, pool = _located(chosen, x, options, step, "states")()
+        o, pool = _located(chosen, x, options, step, pool="states")()
         assert pool is not None
         return o, pool
 
@@ -91,17 +94,22 @@ def _located(
     x: Arguments,
     options: Options,
     run: Callable[[Arguments, Options], Results],
+    name: str | None = None,
     pool: str = "initial_state",
 ) -> Callable[[], Results]:
     """Return a function that calls `run` where the arguments lie: on one device, or on all devices of a mesh.
 
-    `pool` is the user's name of the argument `initial_state`. On a mesh, every device gets its part of the arguments.
+    `name` is the function that the user called, None if it has no derivative, and `pool` its name of the argument
+    `initial_state`. On a mesh, every device gets its part of the arguments.
     Without a mesh, nothing stands between the call and `run`.
     """
     # Outside of jit, arrays may be numpy arrays, such as the arrays of a scheduler and a pool from a file.
     x = jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
     places = devices.find_places(x, options, pool)
-    if places == (None, ()):
+    divided = places != (None, ())
+    if name is not None:
+        x = _in_reverse(x, name, implementation.name, divided)
+    if not divided:
         return functools.partial(run, x, options)
     checks.check(
         x.initial_state is None or "initial_state" in x.arrays(),
@@ -110,6 +118,16 @@ def _located(
     )
     compute = devices.on_device(implementation, x, options, places, run)
     return functools.partial(partition.over_mesh, compute, x.arrays(), *places, bool(options.output_final_state))
+
+
+def _in_reverse(x: Arguments, name: str, implementation: str, divided: bool) -> Arguments:
+    """Return arguments whose derivatives that the function of this name lacks are an error."""
+    forward = f'{name} has no forward-mode derivative under "{implementation}"; use implementation="xla".'
+    if implementation != "xla":
+        again = f'{name} can be differentiated only once under "{implementation}"; use implementation="xla".'
+        return derivatives.in_reverse(x, forward, again)
+    over_devices = f"{name} has no forward-mode derivative where it divides itself over devices; take one in reverse."
+    return derivatives.in_reverse(x, over_devices) if divided else x
 
 
 def define(

@@ -11,7 +11,7 @@ from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks, unknown_arguments
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, derivatives
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.serving import slot_kernel, slot_rows, step_table
 
@@ -190,7 +190,8 @@ def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: Any, activatio
         y = xla.convolve(x, rows, shift, before, s, activation)
     else:
         static = kernel.ConvStatic(T, W, activation, config or tiles.default_for(T, D))
-        y = vjp.convolve(_operands(x, rows, shift, before, s, static), static)
+        operands = derivatives.of_kernel("causal_conv1d", _operands(x, rows, shift, before, s, static))
+        y = vjp.convolve(operands, static)
     return y, None if final is None else sequences.final_states(x, states, W, s, final)
 
 

@@ -10,7 +10,7 @@ from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, derivatives
 
 
 class ChunkHArrays(NamedTuple):
@@ -173,6 +173,8 @@ def _run(x: ChunkHArrays, C: int, output_final_state: bool, implementation: str,
     # The row of the last token of a sequence, C for a chunk in which no sequence ends.
     end = jnp.where(chunks.last, chunks.length - 1, C).astype(jnp.int32)
     if implementation == "pallas":
+        name = "chunk_fwd_h" if w is None else "chunk_gated_delta_rule_fwd_h"
+        operands = derivatives.of_kernel(name, operands)
         h, v_new, final_state = kernel_bwd.states(operands, table, end, chunks.N, config)
     else:
         decays = xla.end_decays(jnp.swapaxes(g, -1, -2) if g.shape[2] == 1 else g, end)

@@ -9,7 +9,7 @@ from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking, gating, launcher
+from chunkwise.shared.kernels import chunking, derivatives, gating, launcher
 
 
 @unknown_arguments.explained
@@ -84,7 +84,8 @@ def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, C: int, implementation: 
     h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])  # [NC, HV, K, V]
     scale = jnp.asarray(scale, jnp.float32)
     if implementation == "pallas":
-        o = kernel.output(*compat.vary_alike(q, k, v, h, g, scale.reshape(1)), config)
+        operands = compat.vary_alike(q, k, v, h, g, scale.reshape(1))
+        o = kernel.output(*derivatives.of_kernel("chunk_fwd_o", operands), config)
     else:
         from_start, scores = jax.vmap(gating.decay_from_start)(g), jax.vmap(gating.decayed_scores)(q, k, g)
         o = xla.output(q, k, v, h, from_start, scores, scale)

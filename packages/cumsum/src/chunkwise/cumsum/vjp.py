@@ -14,7 +14,7 @@ from jax import lax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel
 from chunkwise.cumsum import xla as plain
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, derivatives
 
 
 def cumsum(
@@ -25,7 +25,7 @@ def cumsum(
     With `reverse` it is the sum from the end of the chunk. If `config` is None, the kernel takes the default one.
     """
     if implementation == "pallas":
-        return _with_kernel(g, cu_seqlens, C, reverse, config)
+        return _with_kernel(derivatives.of_kernel("chunk_local_cumsum", g), cu_seqlens, C, reverse, config)
     run = lambda reverse: lambda _, y: _sum(y, cu_seqlens, C, reverse, None, xla=True)
     # This is the linear function of JAX whose transpose a caller can choose, and which has every derivative. The system
     # to solve is not read.

@@ -8,7 +8,7 @@ from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, derivatives
 
 
 @unknown_arguments.explained
@@ -71,5 +71,5 @@ def _run(k, p, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     rows = None if p is None else chunks.split(p)
     operands = compat.vary_alike(chunks.split(k), rows, beta, chunks.split_gates(g_cum, beta.shape[1]))
     if implementation == "pallas":
-        return chunks.merge(kernel.kkt(*operands, config))
+        return chunks.merge(kernel.kkt(*derivatives.of_kernel("chunk_scaled_dot_kkt", operands), config))
     return chunks.merge(xla.kkt(*operands))

@@ -123,7 +123,8 @@ def over_token(
     together = functools.partial(_where_it_lies, token, division, run, config)
     # The gradient is taken from the other form, because one token is not worth a backward kernel.
     leaves, structure = jax.tree.flatten(tree)
-    return launcher.with_gradient_of(others, together)(*structure.unflatten(compat.vary_alike(*leaves)))
+    differentiable = launcher.with_gradient_of(others, together, "of one token after a cache")
+    return differentiable(*structure.unflatten(compat.vary_alike(*leaves)))
 
 
 def _find_division(run: running.Run, config: config.LayerConfig, arrays) -> partition.Division | None:

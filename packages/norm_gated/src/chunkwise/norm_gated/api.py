@@ -11,6 +11,7 @@ from chunkwise.norm_gated import config as tiles
 from chunkwise.norm_gated import tile, vjp, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.mesh import partition
 
 
@@ -108,4 +109,5 @@ def _pallas(x, z, weight, s: tile.NormStatic, config: tiles.Config | None) -> ja
     config = config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
     lanes = jnp.tile(weight.astype(jnp.float32), groups)[None]  # [1, groups D]
     rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
+    rows, gates, lanes = derivatives.of_kernel("rms_norm_gated", (rows, gates, lanes))
     return vjp.norm(rows, gates, lanes, s, config).reshape(x.shape)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, derivatives
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import kernel, xla
 
@@ -65,6 +65,7 @@ def _run(A, cu_seqlens, A_inv, implementation, config):
 
     matrices, known = split(A), None if A_inv is None else split(A_inv)
     if implementation == "pallas":
+        matrices = derivatives.of_kernel("solve_tril", matrices)
         A_inv = kernel.solve(matrices, known, config or tiles.default_for(chunks.NC, HV, C))
     else:
         A_inv = xla.inverse(matrices) if known is None else xla.known_inverse(matrices, known)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.call import checks, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking, gating
+from chunkwise.shared.kernels import chunking, derivatives, gating
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import kernel, xla
 
@@ -71,7 +71,8 @@ def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     g = chunks.split_gates(g_cum, v.shape[2])
     operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
     if implementation == "pallas":
-        w, u = kernel.w_u(*compat.vary_alike(*operands, g), config)
+        operands = derivatives.of_kernel("recompute_w_u", compat.vary_alike(*operands, g))
+        w, u = kernel.w_u(*operands, config)
     else:
         w, u = xla.w_u(*operands, jax.vmap(gating.decay_from_start)(g))
     return chunks.merge(w), chunks.merge(u)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
 from chunkwise.shared import compat, tuning
-from chunkwise.shared.kernels import matmul
+from chunkwise.shared.kernels import derivatives, matmul
 
 
 def _without_float16(x):
@@ -36,26 +36,29 @@ def _int32_indices(spec: pl.BlockSpec) -> pl.BlockSpec:
     return dataclasses.replace(spec, index_map=typed)
 
 
+def _refusal(name: str) -> str:
+    return (
+        f'the kernel {name} has no derivative: "fused", "staged" and "pallas" can be differentiated once, in reverse, '
+        f'and the serving steps of operators not at all; use implementation="xla", which takes every transformation.'
+    )
+
+
 def _without_derivative(call: Callable, name: str) -> Callable:
     """Return a kernel call whose derivative raises an error, which names the functions that have a derivative."""
 
     def refuse(primals, tangents):
-        raise NotImplementedError(
-            f'the kernel {name} has no derivative: "fused", "staged" and "pallas" can be differentiated once, in '
-            f'reverse, and the serving steps of operators not at all; use implementation="xla", which takes every '
-            f"transformation."
-        )
+        raise NotImplementedError(_refusal(name))
 
     guarded = jax.custom_jvp(call)
     guarded.defjvp(refuse)
     return guarded
 
 
-def with_gradient_of(plain: Callable, call: Callable) -> Callable:
-    """Return `call` with the gradient of a function in plain JAX, which computes the same of the same arguments."""
+def with_gradient_of(plain: Callable, call: Callable, name: str) -> Callable:
+    """Return `call`, the kernel of this name, with the gradient of a function in plain JAX of the same arguments."""
     fn = jax.custom_vjp(call)
     fn.defvjp(lambda *args: (call(*args), args), lambda args, cotangents: jax.vjp(plain, *args)[1](cotangents))
-    return fn
+    return lambda *args: fn(*derivatives.in_reverse(args, _refusal(name)))
 
 
 def _interpreted(compiled: core.ClosedJaxpr) -> core.ClosedJaxpr:

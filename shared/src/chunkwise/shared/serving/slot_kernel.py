@@ -42,12 +42,12 @@ def takes(pool: jax.Array) -> bool:
 
 def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
     """Do the same as `slot_rows.read`."""
-    return launcher.with_gradient_of(slot_rows.read, _read)(pool, slots)
+    return launcher.with_gradient_of(slot_rows.read, _read, "read_slots")(pool, slots)
 
 
 def write(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Do the same as `slot_rows.write`, if no slot is named twice."""
-    return launcher.with_gradient_of(slot_rows.write, _write)(pool, slots, rows)
+    return launcher.with_gradient_of(slot_rows.write, _write, "write_slots")(pool, slots, rows)
 
 
 def _read(pool, slots):
