@@ -9,9 +9,8 @@ import numpy as np
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.serving import mixer as mixers
-from chunkwise.shared.serving import state_pool
-from chunkwise.shared.serving.mixer import Mixer
-from chunkwise.shared.serving.mixer_tile import OutputNorm
+from chunkwise.shared.serving import mixer_launch, state_pool
+from chunkwise.shared.serving.mixer_tile import Mixer, OutputNorm
 from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.testing import mixer_oracle, oracle
 from chunkwise.shared.testing.compare import TOLERANCE
@@ -136,7 +135,7 @@ def states_before(mixer: Mixer, pool: StatePool):
 
 @functools.cache
 def _program(static):
-    return jax.jit(lambda mixer, *args: mixers.decode(mixer._replace(static=static), *args))
+    return jax.jit(lambda mixer, *args: mixer_launch.launch(mixer._replace(static=static), *args))
 
 
 def decode(mixer: Mixer, conv, pool, bounds=None, named: Slots | None = None):

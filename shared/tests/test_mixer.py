@@ -8,8 +8,7 @@ import pytest
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
-from chunkwise.shared.serving import mixer as mixers
-from chunkwise.shared.serving import mixer_launch
+from chunkwise.shared.serving import choose, mixer_launch
 from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
@@ -63,12 +62,17 @@ def few_states_a_step(monkeypatch):
         monkeypatch.setattr(mixer_launch, name, states)
 
 
+def takes(mixer, conv, pool, slots) -> bool:
+    """Return whether the kernel takes decodes of a layer."""
+    return choose.kernel_of("fused", mixer, pool, slots, conv=conv) == "mixer"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_values(case):
     H, HV, options = CASES[case]
     mixer, conv, pool = mixer_suite.make(H, HV, **options)
     form = mixer.static.decode_tokens, pool.replay > 0
-    assert mixers.fits(mixer, conv, pool, mixer_suite.slots(*form))
+    assert takes(mixer, conv, pool, mixer_suite.slots(*form))
     o, conv_after, after = mixer_suite.decode(mixer, conv, pool)
     want_o, want_conv, want = mixer_suite.reference(mixer, conv, mixer_suite.states_before(mixer, pool))
     # Over a ring a decode goes on from the state that it folds as the pool keeps it.
@@ -163,19 +167,19 @@ def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
 def test_what_it_does_not_take():
     mixer, conv, pool = mixer_suite.make(1, 2, ring=True)
     slots, plain = mixer_suite.slots(), StatePool(pool.states)
-    assert not mixers.fits(mixer, conv, StatePool(pool.states.astype(jnp.float16)), slots)
-    assert not mixers.fits(mixer, conv, plain, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
+    assert not takes(mixer, conv, StatePool(pool.states.astype(jnp.float16)), slots)
+    assert not takes(mixer, conv, plain, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
     other = mixer._replace(static=mixer.static._replace(K=64, H=2))
-    assert not mixers.fits(other, conv, plain, slots)
+    assert not takes(other, conv, plain, slots)
     # Decodes of several tokens have several slots of the convolution for a ring.
     wide = tuple(jnp.concatenate([y, y]) for y in conv)
     two = mixer._replace(static=mixer.static._replace(decode_tokens=2))
-    fits = [mixers.fits(x, y, pool, slots) for x, y in ((mixer, wide), (two, conv), (two, wide))]
+    fits = [takes(x, y, pool, slots) for x, y in ((mixer, wide), (two, conv), (two, wide))]
     assert fits == [False, False, True]
-    assert not mixers.fits(two, conv, plain, slots)
+    assert not takes(two, conv, plain, slots)
     # A token of one head of 16 bits is half a row.
     half = {name: getattr(pool, name).astype(jnp.bfloat16) for name in ("states", "keys", "writes")}
-    assert not mixers.fits(mixer, conv, pool._replace(**half), slots)
+    assert not takes(mixer, conv, pool._replace(**half), slots)
 
 
 # The most operations of a kernel: an engine compiles some twenty numbers of tokens before it serves.
@@ -190,7 +194,7 @@ def test_operations(options, most, monkeypatch):
     monkeypatch.undo()
     mixer, conv, pool = mixer_suite.make(2, 4, **options)
     args = jnp.asarray(mixer_suite.boundaries()), mixer_suite.slots()
-    (launch,) = traced.launches(lambda *pools: mixers.decode(mixer, *pools, *args), conv, pool)
+    (launch,) = traced.launches(lambda *pools: mixer_launch.launch(mixer, *pools, *args), conv, pool)
     assert 0.8 * most < launch.operations <= most
 
 
@@ -205,7 +209,7 @@ def test_compiles_as_one_launch(case, chip):
     mixer, conv, pool = mixer_suite.make(H, HV, **options)
 
     def run(arrays, *args):
-        return mixers.decode(arrays._replace(static=mixer.static), *args)
+        return mixer_launch.launch(arrays._replace(static=mixer.static), *args)
 
     arrays = mixer._replace(static=None)
     specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, pool))

@@ -1,5 +1,6 @@
 """Every option of every operator changes its program, or the call says that the implementation does not read it."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -19,6 +20,7 @@ from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.call import signature
 from chunkwise.shared.call.arguments import Options
 from chunkwise.shared.call.gates import GateActivation
+from chunkwise.shared.operator import Operator
 from chunkwise.two_keys import operator as two_keys_operators
 
 RECORDS = {
@@ -50,18 +52,17 @@ VALUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "allow_neg_eigval": (SIGMOIDS, SIGMOIDS | dict(allow_neg_eigval=True)),
     "use_erase_sigmoid_in_kernel": ({}, dict(use_erase_sigmoid_in_kernel=True)),
     "use_write_sigmoid_in_kernel": ({}, dict(use_write_sigmoid_in_kernel=True)),
+    "erase_before_decay": (dict(erase_before_decay=False), dict(erase_before_decay=True)),
 }
 # A promise about the values of the arguments changes no result, and an implementation may make no use of it.
 PROMISES = {"min_gate"}
-# Fields of `Options` that the code around implementations fills in, such as the law of the record of an operator.
-CHOSEN = {"activation", "large_steps", "erase_before_decay"}
 FORMS = {"chunk": ("fused", "staged", "xla"), "recurrent": ("fused", "xla"), "ragged": ("fused", "staged", "xla")}
 # A step has two branches, and every operator has its own kernels in one of them only.
 THOROUGH = dict(test_every_option=lambda name: name in ("ragged_gated_delta_rule", "ragged_gdn2", "ragged_comba"))
 FUNCTIONS = [f"{form}_{name}" for name in RECORDS for form in FORMS if f"{form}_{name}" in pipeline.__all__]
 PARAMETERS = {name: inspect.signature(getattr(pipeline, name)).parameters for name in FUNCTIONS}
-# The options that no function has, because an operator sets them itself.
-SET_BY_OPERATORS = {name for name in Options._fields if not any(name in each for each in PARAMETERS.values())} - CHOSEN
+# The options that the record of an operator sets.
+OF_RECORDS = {field.name for field in dataclasses.fields(Operator)} & set(Options._fields)
 
 
 def arrays_of(name: str, ring: bool) -> dict[str, Any]:
@@ -85,11 +86,12 @@ def program_of(name: str, implementation: str, option: str, options: dict[str, A
     form, operator = name.split("_", 1)
     named = {key: parameter.default for key, parameter in PARAMETERS[name].items()}
     named |= arrays_of(name, ring=option == "decode_tokens")
-    named |= {key: y for key, y in options.items() if key in named or key in SET_BY_OPERATORS}
+    named |= {key: y for key, y in options.items() if key in named}
+    record = dataclasses.replace(RECORDS[operator], **{key: y for key, y in options.items() if key in OF_RECORDS})
 
     def run(q):
         x, options, _ = signature.to_records(named | dict(q=q))
-        return getattr(RECORDS[operator], form)(x, options, implementation)
+        return getattr(record, form)(x, options, implementation)
 
     if option == "context_axis":
         everywhere, mesh = PartitionSpec(), AbstractMesh((2,), ("x",))
@@ -105,7 +107,9 @@ def program_of(name: str, implementation: str, option: str, options: dict[str, A
 )
 def test_every_option(name, implementation):
     for option in (*Options._fields, *GateActivation._fields):
-        if option not in PARAMETERS[name] and option not in SET_BY_OPERATORS:
+        # What has no step sizes erases nothing.
+        of_record = option in OF_RECORDS and OPERATORS[name.replace("ragged", "chunk")].delta
+        if option not in PARAMETERS[name] and not of_record:
             continue
         without, given = VALUES[option]
         if option == "config":

@@ -61,10 +61,10 @@ class Operator:
         x, options = self._taken(x, options)
         x = arguments.check_shared(x, options)
         decode.check_states(x)
-        run_by = functools.partial(decode.run_tokens, f"recurrent_{self.name}_fwd")
+        name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         known = {
-            name: Implementation(name, functools.partial(run_by, name), options=_OF_TOKENS, limit=limit)
-            for name, limit in (("fused", decode.limit), ("xla", lambda x, options: None))
+            each: Implementation(each, functools.partial(decode.run_tokens, name, each, strict), options=_OF_TOKENS)
+            for each in ("fused", "xla")
         }
         chosen = implementations.choose(known, implementation, x, options)
         name = f"recurrent_{self.name}"

@@ -331,6 +331,8 @@ def causal_conv1d_update(
         y, states = _update(x, *others, slots, activation, implementation)
         return devices.without_elsewhere(y, elsewhere), states
 
+    if division is None:
+        return on_device(given)
     results: Any = partition.over_mesh(on_device, given, division, (), with_states=True)
     return results
 

@@ -10,7 +10,9 @@ from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simpl
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation
-from chunkwise.shared.serving.mixer import Mixer, in_one_launch, static_of
+from chunkwise.shared.serving.mixer import Step, static_of
+from chunkwise.shared.serving.mixer_tile import Mixer
+from chunkwise.shared.serving.one_launch import in_one_launch
 from chunkwise.shared.serving.state_pool import StatePool
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
@@ -126,14 +128,14 @@ def fused_conv1d_mamba2(
 def _delta_rule(
     operator, qkv, b, a, pools, conv, sizes, step, implementation, *, A_log, dt_bias, use_qk_l2norm_in_kernel, **gates
 ) -> Updated:
-    def one_after_the_other() -> Updated:
+    def one_after_the_other() -> Step:
         y, conv_state = convolve(qkv, pools[0], *conv, step, implementation)
         q, k, v = split_heads("qkv", y, *sizes)
         o, state = operator(
             q, k, v, a[None], b[None], pools[1], **step, A_log=A_log, dt_bias=dt_bias,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **gates, implementation=implementation,
         )  # fmt: skip
-        return (conv_state, state), o.reshape(len(qkv), -1).astype(qkv.dtype)
+        return o.reshape(len(qkv), -1).astype(qkv.dtype), (conv_state,), StatePool(state)
 
     weight, bias, _ = conv
     (H, K), _, (HV, V) = sizes
@@ -142,7 +144,7 @@ def _delta_rule(
         () if bias is None else (bias,), A_log, dt_bias,
     )  # fmt: skip
     slots = Slots(**{name: step[name] for name in Slots._fields})
-    make = lambda o, convolved, pool: ((convolved[0], pool.states), o)
-    return in_one_launch(
-        mixer, ((pools[0],), StatePool(pools[1])), step["cu_seqlens"], slots, implementation, one_after_the_other, make
+    o, (conv_state,), pool = in_one_launch(
+        mixer, (pools[0],), StatePool(pools[1]), step["cu_seqlens"], slots, implementation, one_after_the_other
     )
+    return (conv_state, pool.states), o

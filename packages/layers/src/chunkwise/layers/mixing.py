@@ -19,8 +19,10 @@ from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.mesh import partition
-from chunkwise.shared.serving.mixer import Mixer, decode, static_of, takes_mixer
-from chunkwise.shared.serving.mixer_tile import OutputNorm
+from chunkwise.shared.serving import choose, mixer_launch, state_pool
+from chunkwise.shared.serving.mixer import Step, static_of
+from chunkwise.shared.serving.mixer_tile import Mixer, OutputNorm
+from chunkwise.shared.serving.one_launch import in_one_launch
 from chunkwise.shared.serving.state_pool import StatePool
 
 _VALUES = partition.Layout(
@@ -75,17 +77,27 @@ def over_step(
     **options: Any,
 ) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for a serving step."""
-    named = {name: checks.as_int32(y) for name, y in run.slots.items() if hasattr(y, "shape")}
-    tree = run.pool, named, arrays, A_log, dt_bias
-    division = _find_division(run, config, arrays)
-    if division is not None and not _divides(division, run, config, tree):
-        return one_after_the_other(run, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+    law: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias)
+    if (division := _find_division(run, config, arrays)) is not None:
+        named = {name: checks.as_int32(y) for name, y in run.slots.items() if hasattr(y, "shape")}
+        tree = run.pool, named, arrays, A_log, dt_bias
+        if not _divides(division, run, config, tree):
+            return one_after_the_other(run, config, operators, *arrays, **law, **options)
+        return _on_devices(over_step, division, run, config, operators, options, *tree)
+    mixer, pool = _mixer(config, *arrays, **law, **options), state_pool.as_pool(run.pool.state)
+    mixer = mixer._replace(static=mixer.static._replace(decode_tokens=run.decode_tokens or 1))
+    slots = Slots(**{name: run.slots[name] for name in Slots._fields if name != "block_state_indices"})
 
-    def step(run, config, *arrays, **law):
-        others = lambda: one_after_the_other(run, config, operators, *arrays, **law, **options)
-        return run.mix(_mixer(config, *arrays, **law, **options), others)
+    def others() -> Step:
+        y, cache = one_after_the_other(run, config, operators, *arrays, **law, **options)
+        return y.reshape(-1, config.HV * config.V), cache.conv, state_pool.as_pool(cache.state)
 
-    return _where_it_lies(step, division, run, config, *tree)
+    o, conv, after = in_one_launch(
+        mixer, run.pool.conv, pool, run.step.cu_seqlens, slots, run.implementation, others
+    )  # fmt: skip
+    # A pool is returned as it came.
+    state = after if pool is run.pool.state else after.states
+    return o.reshape(1, -1, config.HV, config.V), running.Cache(conv, state)
 
 
 def over_token(
@@ -94,37 +106,37 @@ def over_token(
 ) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for one token of each row, which follows a cache."""
     tree = run.cache, {}, arrays, A_log, dt_bias
-    division = _find_division(run, config, arrays)
 
     def others(cache, _, arrays, A_log, dt_bias):
         after = dataclasses.replace(run, cache=cache)
         return one_after_the_other(after, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
 
-    def find_mixer(run, config, *arrays, **law) -> Mixer | None:
-        mixer, pools = _mixer(config, *arrays, **law, **options), (run.cache.conv, StatePool(run.cache.state))
-        slots = Slots(jax.ShapeDtypeStruct((arrays[0][0].shape[0],), jnp.int32))
-        return mixer if takes_mixer(mixer, pools, slots, run.implementation) else None
+    def together(cache, _, arrays, A_log, dt_bias):
+        mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
+        boundaries = jnp.arange(slots.num_decodes + 1, dtype=jnp.int32)
+        o, conv, pool = mixer_launch.launch(mixer, cache.conv, StatePool(cache.state), boundaries, slots)
+        return o.reshape(-1, 1, config.HV, config.V), running.Cache(conv, pool.states)
 
-    def token(run, config, *arrays, **law):
-        B, mixer = arrays[0][0].shape[0], find_mixer(run, config, *arrays, **law)
-        if mixer is None:
-            return one_after_the_other(run, config, operators, *arrays, **law, **options)
-        rows = lambda n: jnp.arange(n, dtype=jnp.int32)
-        slots = Slots(rows(B), num_decodes=jnp.int32(B))
-        o, conv, pool = decode(mixer, run.cache.conv, StatePool(run.cache.state), rows(B + 1), slots)
-        return o.reshape(B, 1, config.HV, config.V), running.Cache(conv, pool.states)
-
-    if division is None:
-        one_launch = find_mixer(run, config, *arrays, A_log=A_log, dt_bias=dt_bias) is not None
+    if (division := _find_division(run, config, arrays)) is None:
+        cache: Any = run.cache
+        mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
+        kernel = choose.kernel_of(run.implementation, mixer, StatePool(cache.state), slots, conv=cache.conv)
+        one_launch = kernel is not None
     else:
         one_launch = _divides(division, run, config, tree)
+        together = functools.partial(_on_devices, over_token, division, run, config, operators, options)
     if not one_launch:
         return others(*tree)
-    together = functools.partial(_where_it_lies, token, division, run, config)
     # The gradient is taken from the other form, because one token is not worth a backward kernel.
     leaves, structure = jax.tree.flatten(tree)
     differentiable = launcher.with_gradient_of(others, together, "of one token after a cache")
     return differentiable(*structure.unflatten(compat.vary_alike(*leaves)))
+
+
+def _rows_as_slots(arrays) -> Slots:
+    """Return the slots of a batch of single tokens, whose rows are the slots of their cache."""
+    B = arrays[0][0].shape[0]
+    return Slots(jnp.arange(B, dtype=jnp.int32), num_decodes=B)
 
 
 def _find_division(run: running.Run, config: config.LayerConfig, arrays) -> partition.Division | None:
@@ -139,17 +151,17 @@ def _divides(division: partition.Division, run: running.Run, config: config.Laye
     array.
     """
     whole = division.axes["t"] + division.axes["d"] + (division.axes["b"] if tree[1] else ())
-    one_launch = checks.choose_implementation(run.implementation, ("fused", "staged", "xla"), "fused") == "fused"
     even = not whole and config.H % partition.size_of(division.mesh, division.axes["n"]) == 0
-    return one_launch and even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _LETTERS)
+    placed = even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _LETTERS)
+    return placed and choose.runs_kernels(run.implementation, whole=True)
 
 
-def _where_it_lies(
-    mix: Callable[..., running.Mixed], division: partition.Division | None, run: running.Run,
-    config: config.LayerConfig, *tree,
+def _on_devices(
+    mix: Callable[..., running.Mixed], division: partition.Division, run: running.Run, config: config.LayerConfig,
+    operators: running.Operators, options: dict[str, Any], *tree,
 ) -> running.Mixed:  # fmt: skip
-    """Call a function on one device, or on all devices of a mesh, each with its rows and heads."""
-    devices = 1 if division is None else partition.size_of(division.mesh, division.axes["n"])
+    """Call `over_step` or `over_token` on all devices of a mesh, each with its rows and heads."""
+    devices = partition.size_of(division.mesh, division.axes["n"])
     config = dataclasses.replace(config, H=config.H // devices, HV=config.HV // devices)
 
     def on_device(cache, step, arrays, A_log, dt_bias):
@@ -157,9 +169,9 @@ def _where_it_lies(
         if isinstance(run, running.Serving):
             changed["step"] = run.step._replace(**step)
         here = dataclasses.replace(run, sharding=None, **changed)
-        return mix(here, config, *arrays, A_log=A_log, dt_bias=dt_bias)
+        return mix(here, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
 
-    return on_device(*tree) if division is None else partition.on_devices(on_device, division, tree, _LETTERS, _RESULTS)
+    return partition.on_devices(on_device, division, tree, _LETTERS, _RESULTS)
 
 
 def _mixer(

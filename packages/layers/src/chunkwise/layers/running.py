@@ -20,7 +20,6 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.mesh import context
 from chunkwise.shared.serving import slot_rows, state_pool
-from chunkwise.shared.serving.mixer import Mixer, in_one_launch
 
 # The names of the operator's implementations in the packages around it, and for decoding, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -367,22 +366,6 @@ class Serving:
         return causal_conv1d_update(
             x, self.pool.conv[i], weight, bias, activation="silu", **self._conv_slots,
             implementation=AROUND[self.implementation], sharding=division.split_heads(self.sharding, heads),
-        )  # fmt: skip
-
-    def mix(self, mixer: Mixer, one_after_the_other: Callable[[], Mixed]) -> Mixed:
-        """Return the normed output of a layer and its pool; one launch makes them if the step has only decodes."""
-        pool = state_pool.as_pool(self.pool.state)
-        mixer = mixer._replace(static=mixer.static._replace(decode_tokens=self.decode_tokens or 1))
-        slots = {name: self.slots[name] for name in arguments.Slots._fields if name != "block_state_indices"}
-
-        def make(o, conv, after) -> Mixed:
-            # A pool is returned as it came.
-            state = after if pool is self.pool.state else after.states
-            return o.reshape(1, -1, mixer.static.HV, mixer.static.V), Cache(conv, state)
-
-        return in_one_launch(
-            mixer, (self.pool.conv, pool), self.step.cu_seqlens, arguments.Slots(**slots), self.implementation,
-            one_after_the_other, make,
         )  # fmt: skip
 
     def operate(self, operators: Operators, *arrays, **options):

@@ -4,6 +4,7 @@ The states are an array with a state for each sequence, or lie in slots of a poo
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.kernels import chunking, launcher, pools, tiles
 from chunkwise.shared.plain import recurrence
-from chunkwise.shared.serving import decode_kernel, mixer, slot_rows
+from chunkwise.shared.serving import choose, decode_kernel, mixer, mixer_launch, slot_rows
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
@@ -36,13 +37,6 @@ def check_states(x: Arguments) -> None:
     checks.check_slots(slots.state_indices, slots.has_initial_state, x.num_states)
     if pooled:
         checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
-
-
-def limit(x: Arguments, options: Options) -> str | None:
-    """Return why no kernel takes a few tokens of every sequence; None if one does."""
-    if x.slots is not None and x.slots.state_indices is not None and x.initial_state.dtype == jnp.float16:
-        return '"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".'
-    return decode_kernel.limit(x)
 
 
 def token_by_token(
@@ -71,15 +65,16 @@ def token_by_token(
     return o.astype(v.dtype), *more
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
 def run_tokens(
-    name: str, implementation: str, x: Arguments, options: Options, precomputed: None = None
+    name: str, implementation: str, strict: bool, x: Arguments, options: Options, precomputed: None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run a few tokens of every sequence; the function of an `Implementation`.
 
     Args:
       name: the name of the kernel.
-      implementation: "fused" for the kernel, "xla" for plain JAX.
+      implementation: "fused" for a kernel, "xla" for plain JAX.
+      strict: whether it is an error if no kernel takes the tokens; otherwise they go in plain JAX.
       x: prepared arguments: gates g per head [B, T, HV] or per channel [B, T, HV, K], and g_gamma, which is added to g;
         both are None for no decay, and beta is None without the delta rule. With slots.state_indices, x.initial_state
         is a pool [slots, HV, K, V].
@@ -102,11 +97,14 @@ def run_tokens(
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
     x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
-    if implementation == "xla":
+    slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
+    every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
+    kernel = choose.kernel_of(implementation, x, StatePool(pool), every, static, strict=strict)
+    if kernel is None:
         o, states = _plain(static, x, pool, slots)
     else:
         leaves, structure = jax.tree.flatten((x, pool, slots))
-        o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
+        o, states = _fused(static, kernel, *structure.unflatten(compat.vary_alike(*leaves)))
     return launcher.scaled(o, scale), states if options.output_final_state else None
 
 
@@ -133,21 +131,23 @@ def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     return o, slot_rows.write_states(pool, slots, states)
 
 
-def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
+def _forward(static: DecodeStatic, kernel: str, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, by a kernel."""
     B, T = x.q.shape[:2]
     starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
     slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
+    if kernel == "mixer":
+        rule: Any = mixer.of_rule(static, x)
+        every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
+        o, _, after = mixer_launch.launch(rule, (), StatePool(pool), starts, every)
+        return o.reshape(x.v.shape), after.states
     source = slot
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
-    every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-    if static.single and (found := mixer.decode_rule(static, x, StatePool(pool), starts, every)) is not None:
-        return found[0], found[1].states
     return decode_kernel.launch(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
 
 
-def _backward(static: DecodeStatic, inputs, cotangents):
+def _backward(static: DecodeStatic, kernel: str, inputs, cotangents):
     x, pool, slots = inputs
     plain = lambda y, pool: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), pool, slots)
     pull = jax.vjp(plain, x._replace(cu_seqlens=None), pool)[1]
@@ -155,5 +155,5 @@ def _backward(static: DecodeStatic, inputs, cotangents):
 
 
 # The gradient comes from the plain form, because a few tokens are not worth a kernel.
-_fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)
+_fused = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
+_fused.defvjp(lambda static, kernel, *inputs: (_forward(static, kernel, *inputs), inputs), _backward)

@@ -191,17 +191,6 @@ def key_heads_a_step(x: Arguments) -> int | None:
     return max([n for n in fit if n * state <= _STATE_BYTES and H // n >= compat.cores()], default=fit[0])
 
 
-def limit(x: Arguments) -> str | None:
-    """Return why the kernel does not take these arguments; None if it does."""
-    if key_heads_a_step(x) is not None:
-        return None
-    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    return (
-        f'"fused" takes a few tokens per sequence; {B * T} tokens and states [{K}, {V}] of {HV // H} value heads for '
-        f'a key head do not fit into VMEM: use the chunked operator or implementation="xla".'
-    )
-
-
 def recurrent_cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, N: int | None = None, itemsize: int = 2,
     state_itemsize: int = 4, per_channel: bool = False, delta: bool = True,
@@ -238,14 +227,10 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
 
     Returns:
       o in the shape and type of v, and the updated pool.
-
-    Raises:
-      NotImplementedError: the tokens and states do not fit into VMEM.
     """
     (B, T, H, K), (HV, V), N, W = x.q.shape, x.v.shape[2:], routes.source.shape[0], static.W
     group, key_heads = HV // H, key_heads_a_step(x)
-    if key_heads is None:
-        raise NotImplementedError(limit(x))
+    assert key_heads is not None
     heads, blocks = key_heads * group, H // key_heads
     source, target = pools.resident_slots(routes.source, routes.target.reshape(-1))
     tables = dict(

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
-from chunkwise.shared.kernels import launcher, packed
+from chunkwise.shared.kernels import chunking, launcher, packed
 from chunkwise.shared.serving import mixer_kernel
 from chunkwise.shared.serving.mixer_refs import MixerRefs
 from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
@@ -21,8 +21,8 @@ from chunkwise.shared.serving.state_pool import StatePool
 # are more states of several tokens of a sequence, too, because only one of them is read.
 _STATES = 32
 _MORE_STATES = 64
-_MOST_HEADS = 64
-_MOST_TOKENS = 4
+MOST_HEADS = 64
+MOST_TOKENS = 4
 # The most value heads over rings, and the most slots, whose numbers of tokens are in scalar memory.
 _RING_HEADS = 8
 _RING_SLOTS = 2**14
@@ -32,7 +32,7 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
     s, states = x.static, pool.states
     whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
-    few = s.HV <= _MOST_HEADS and s.decode_tokens <= _MOST_TOKENS
+    few = s.HV <= MOST_HEADS and s.decode_tokens <= MOST_TOKENS
     if not (whole and few) or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
     if pool.replay and not _takes_rings(x, pool):
@@ -109,7 +109,7 @@ def launch(
         decode; and a number of decodes is given.
 
     Returns:
-      The outputs of the first tokens [rows, HV V], zeros for tokens of no decode, and the pools.
+      The outputs of all tokens [T, HV V], zeros for tokens of no decode, and the pools.
     """
     s, N, targets = x.static, cu_seqlens.shape[0] - 1, targets_of(x, pool)
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
@@ -176,7 +176,11 @@ def launch(
         in_bounds=True,
     )
     after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
-    return out["o"], tuple(out[f"conv{j}"] for j in range(len(conv))), after
+    return (
+        chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0],
+        tuple(out[f"conv{j}"] for j in range(len(conv))),
+        after,
+    )
 
 
 def _cost(N: int, targets: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:

@@ -262,15 +262,7 @@ def launch(
     """Run decodes over a pool with rings; `decode_kernel.launch` documents the arguments and results.
 
     With `accepted`, int32 [N], so many tokens of the last decode of each slot are kept; None keeps all.
-
-    Raises:
-      NotImplementedError: the tokens and the buffers of a slot do not fit into VMEM.
     """
-    if not fits(x, pool):
-        raise NotImplementedError(
-            f'"fused" takes a few tokens per sequence; {x.q.shape[1]} tokens and {_BUFFERS} slots of states '
-            f'{pool.shape[1:]} with rings of {pool.replay} do not fit into VMEM: use implementation="xla".'
-        )
     (T, H), L, per_channel = x.q.shape[1:3], pool.replay, x.g.ndim == 4
     (HV, K, V), N, delta = pool.shape[1:], routes.source.shape[0], x.beta is not None
     target = routes.target[:, 0]
@@ -330,8 +322,8 @@ def _cost(N: int, W: int, pool: StatePool) -> pl.CostEstimate:
     )
 
 
-def fits(x: Arguments, pool: StatePool) -> bool:
-    """Return whether the buffers of a slot and all tokens of x fit into fast memory."""
+def holds(x: Arguments, pool: StatePool) -> bool:
+    """Return whether fast memory holds the buffers of slots and all tokens of x."""
     size = lambda y: 0 if y is None else y.size // y.shape[0] * y.dtype.itemsize
     slot = sum(size(y) for y in (pool.states, pool.scales, pool.keys, pool.writes, pool.gates))
     # If there are erase keys, all arrays of tokens are float32. Constant gates take little memory.

@@ -18,7 +18,17 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.serving import decode, decode_kernel, mixer, ring, ring_kernel, state_pool, step_table
+from chunkwise.shared.serving import (
+    choose,
+    decode,
+    decode_kernel,
+    mixer,
+    mixer_launch,
+    ring,
+    ring_kernel,
+    state_pool,
+    step_table,
+)
 from chunkwise.shared.serving.decode_kernel import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
@@ -85,11 +95,9 @@ def run_step(
 
     def run_decodes(pool):
         few = tokens(T)._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens]))
-        # Decodes over int8 states without rings have no kernel, so they go in plain JAX.
-        fits = (pool.is_array or pool.replay > 0) and (strict or step_fits(few, pool))
-        chosen = implementation.name if fits else "xla"
-        run_alone = functools.partial(_decode, name, chosen == "xla", pool, step, slots)
-        o, pool = implementations.run(Implementation(chosen, run_alone), few, options)
+        run_alone = functools.partial(_decode, name, implementation.name, strict, pool, step, slots)
+        # Tokens that go one by one have no chunk size, which plain JAX chooses late.
+        o, pool = implementations.run(Implementation("xla", run_alone), few, options)
         return _in_rows(o), pool
 
     def prefill_beside(leading, pool):
@@ -104,13 +112,6 @@ def run_step(
     only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
     o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
     return o.reshape(x.v.shape), returned(pool)
-
-
-def step_fits(x: Arguments, pool: StatePool) -> bool:
-    """Return whether a kernel takes the decodes of a step, whose tokens are x."""
-    if pool.states.dtype == jnp.float16:
-        return False
-    return ring_kernel.fits(x, pool) if pool.replay else decode_kernel.key_heads_a_step(x) is not None
 
 
 def _most_tokens(routes: pools.Routes, options: Options) -> int:
@@ -210,7 +211,8 @@ def _write_blocks(pool: StatePool, kept, after, routes: pools.Routes, options: O
 
 def _decode(
     name: str,
-    plain: bool,
+    implementation: str,
+    strict: bool,
     pool: StatePool,
     step: step_table.ServingStep,
     slots: Slots,
@@ -225,11 +227,14 @@ def _decode(
     static = DecodeStatic(
         W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay
     )  # fmt: skip
-    if plain:
+    kernel = choose.kernel_of(implementation, x, pool, slots, static, strict=strict)
+    if kernel is None:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
-    elif (found := mixer.decode_rule(static, x, pool, step.boundaries, slots)) is not None:
-        made, pool = found
-    elif pool.replay:
+    elif kernel == "mixer":
+        rule: Any = mixer.of_rule(static, x)
+        made, _, pool = mixer_launch.launch(rule, (), pool, step.boundaries, slots)
+        made = made.reshape(x.v.shape)
+    elif kernel == "ring":
         made, pool = ring_kernel.launch(static, x, pool, routes, accepted)
     else:
         made, states = decode_kernel.launch(static, x, pool.states, routes)

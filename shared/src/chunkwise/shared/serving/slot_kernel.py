@@ -47,23 +47,20 @@ def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
 
 def write(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Do the same as `slot_rows.write`, if no slot is named twice."""
-    return launcher.with_gradient_of(slot_rows.write, _write, "write_slots")(pool, slots, rows)
+    launch = functools.partial(_launch, "write_slots")
+    return launcher.with_gradient_of(slot_rows.write, launch, "write_slots")(pool, slots, rows)
 
 
 def _read(pool, slots):
-    slots = pools.existing(slots, pool.shape[0])
-    rows = _launch("read_slots", slots, pool, None)
+    rows = _launch("read_slots", pool, slots, None)
     # Rows without a slot were not written.
-    exists = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
+    exists = (pools.existing(slots, pool.shape[0]) >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
     return jnp.where(exists, rows, jnp.zeros((), pool.dtype))
 
 
-def _write(pool, slots, rows):
-    return _launch("write_slots", pools.existing(slots, pool.shape[0]), pool, rows.astype(pool.dtype))
-
-
-def _launch(name: str, slots: jax.Array, pool: jax.Array, rows: jax.Array | None) -> jax.Array:
+def _launch(name: str, pool: jax.Array, slots: jax.Array, rows: jax.Array | None) -> jax.Array:
     """Return the rows of a pool, or with rows the pool after they are written."""
+    slots = pools.existing(slots, pool.shape[0])
     anywhere, in_hbm, n = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM), slots.shape[0]
     result = "rows" if rows is None else "pool"
     shape = (n, *pool.shape[1:]) if rows is None else pool.shape
@@ -74,7 +71,7 @@ def _launch(name: str, slots: jax.Array, pool: jax.Array, rows: jax.Array | None
         grid=(1,),
         dimension_semantics=("arbitrary",),
         tables={"slots": slots},
-        inputs={"pool": (pool, in_hbm)} | ({} if rows is None else {"rows": (rows, anywhere)}),
+        inputs={"pool": (pool, in_hbm)} | ({} if rows is None else {"rows": (rows.astype(pool.dtype), anywhere)}),
         outputs={result: (anywhere if rows is None else in_hbm, shape, pool.dtype)},
         scratch={"copies": pltpu.SemaphoreType.DMA},
         in_place={} if rows is None else {"pool": "pool"},

@@ -1,0 +1,114 @@
+"""Which kernel decodes: the one place that knows it, for operators alone and for whole layers."""
+
+import jax.numpy as jnp
+
+from chunkwise.shared.call import checks
+from chunkwise.shared.call.arguments import Arguments, Slots
+from chunkwise.shared.serving import decode_kernel, mixer, mixer_launch, ring_kernel
+from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving.mixer_tile import Mixer
+from chunkwise.shared.serving.state_pool import StatePool
+
+
+def kernel_of(
+    implementation: str | None, x: Mixer | Arguments, pool: StatePool, slots: Slots,
+    static: DecodeStatic | None = None, conv: tuple = (), strict: bool = False,
+) -> str | None:  # fmt: skip
+    """Return the kernel that decodes: "mixer", "ring" or "states"; None for plain JAX, or for a layer in parts.
+
+    Args:
+      implementation: the name of the implementation; None for the best one of the backend.
+      x: a layer between its projections, or prepared arguments of an operator alone. Only the shapes and types of these
+        arrays and of the others are read.
+      pool: the pool of states; for a layer it may be of any kind and shape.
+      slots: the slots of the sequences, decodes first.
+      static: the static description of the decodes of an operator alone.
+      conv: the pools of the convolutions of a layer.
+      strict: whether it is an error if no kernel takes the decodes.
+
+    Raises:
+      NotImplementedError: with `strict`, why no kernel takes the decodes.
+    """
+    if not runs_kernels(implementation, whole=static is None):
+        return None
+    if isinstance(x, Mixer):
+        fits = _agrees(x, conv, pool) and _mixer_limit(x, conv, pool, slots) is None
+        return "mixer" if fits else None
+    assert static is not None
+    rule = mixer.of_rule(static, x)
+    name, limit = "mixer", "takes no int8 states without a ring where there are erase keys"
+    if rule is not None:
+        limit = _mixer_limit(rule, (), pool, slots)
+    # The other kernels take no int8 states without rings.
+    if limit is not None and pool.replay:
+        name, limit = "ring", _ring_limit(x, pool)
+    elif limit is not None and pool.is_array:
+        name, limit = "states", _states_limit(x, pool)
+    if limit is None:
+        return name
+    if strict:
+        raise NotImplementedError(f'"fused" {limit}: use implementation="xla".')
+    return None
+
+
+def runs_kernels(implementation: str | None, whole: bool) -> bool:
+    """Return whether an implementation decodes by kernels; with `whole` whether one kernel runs a whole layer."""
+    name = checks.choose_implementation(implementation, ("fused", "staged", "xla"), "fused")
+    return name == "fused" or (name == "staged" and not whole)
+
+
+def _agrees(x: Mixer, conv: tuple, pool: StatePool) -> bool:
+    """Return whether the arrays of a layer have shapes that agree; where they do not, its other way has the errors."""
+    s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1]
+    return (
+        hasattr(pool.states, "dtype")
+        and pool.states.shape[1:] == (s.HV, s.K, s.V)
+        and sum(channels) == 2 * s.H * s.K + s.HV * s.V
+        and [y.shape for y in x.weight] == [(n, W) for n in channels]
+        and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels]
+        # Over rings the convolutions have as many slots for each state as decodes have tokens.
+        and (not pool.replay or all(y.shape[0] == s.decode_tokens * pool.shape[0] for y in conv))
+    )
+
+
+def _mixer_limit(x: Mixer, conv: tuple, pool: StatePool, slots: Slots) -> str | None:
+    """Return why the kernel of `mixer_kernel` does not take tokens of these sizes, and slots of this form."""
+    s = x.static
+    # The ring of a sequence with one slot says which tokens of its last decode are kept.
+    slots_fit = mixer.columns(slots) == mixer_launch.targets_of(x, pool)
+    if slots_fit and mixer_launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None:
+        return None
+    return (
+        f"decodes {pool.states.dtype} states without a ring if K and V are multiples of 128, there are at most "
+        f"{mixer_launch.MOST_HEADS} value heads and {mixer_launch.MOST_TOKENS} tokens of a decode, and all tokens fit "
+        f"into VMEM; got K = {s.K}, V = {s.V}, {s.HV} value heads and {s.decode_tokens} tokens"
+    )
+
+
+def _ring_limit(x: Arguments, pool: StatePool) -> str | None:
+    """Return why the kernel of `ring_kernel` does not take these tokens over this pool."""
+    if pool.states.dtype == jnp.float16:
+        return _no_float16()
+    if ring_kernel.holds(x, pool):
+        return None
+    return (
+        f"takes a few tokens per sequence; {x.q.shape[1]} tokens and slots of states {pool.shape[1:]} with rings of "
+        f"{pool.replay} do not fit into VMEM"
+    )
+
+
+def _states_limit(x: Arguments, pool: StatePool) -> str | None:
+    """Return why the kernel of `decode_kernel` does not take these tokens over this pool."""
+    if pool.states.dtype == jnp.float16:
+        return _no_float16()
+    if decode_kernel.key_heads_a_step(x) is not None:
+        return None
+    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    return (
+        f"takes a few tokens per sequence; {B * T} tokens and states [{K}, {V}] of {HV // H} value heads for a key "
+        f"head do not fit into VMEM"
+    )
+
+
+def _no_float16() -> str:
+    return "takes pools of float32 and bfloat16; got float16"

@@ -1,0 +1,84 @@
+"""Which kernel decodes, by sizes, types and pools; and calls that name an implementation that cannot."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.operator import Operator
+from chunkwise.shared.serving import choose, state_pool
+from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.testing import traced
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import make_inputs, spec
+from chunkwise.shared.testing.oracle import reference
+
+N, H, HV = 3, 1, 2
+# The type of a pool, the tokens of its rings, K, the tokens of a decode, whether there are erase keys, and the kernel
+# or the reason why there is none.
+KERNELS = [
+    (jnp.float32, 0, 128, 1, False, "mixer"),
+    (jnp.int8, 0, 128, 4, False, "mixer"),
+    (jnp.float32, 8, 128, 2, False, "mixer"),
+    (jnp.float32, 0, 64, 1, False, "states"),
+    (jnp.bfloat16, 0, 128, 5, False, "states"),
+    (jnp.float32, 0, 128, 1, True, "states"),
+    (jnp.int8, 8, 64, 1, False, "ring"),
+    (jnp.float32, 8, 128, 1, True, "ring"),
+    (jnp.int8, 0, 64, 1, False, "decodes int8 states without a ring if K and V are multiples of 128"),
+    (jnp.int8, 0, 128, 5, False, "decodes int8 states without a ring if"),
+    (jnp.int8, 0, 128, 1, True, "takes no int8 states without a ring where there are erase keys"),
+    (jnp.float16, 0, 128, 1, False, "takes pools of float32 and bfloat16; got float16"),
+    (jnp.float16, 8, 64, 1, False, "takes pools of float32 and bfloat16; got float16"),
+    (jnp.float32, 0, 4096, 1, False, "do not fit into VMEM"),
+    (jnp.float32, 8, 4096, 1, False, "do not fit into VMEM"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "replay", "K", "W", "erases", "expected"), KERNELS)
+def test_kernel(dtype, replay, K, W, erases, expected):
+    x = make_inputs(1, N * W, H, HV, 8, 8)
+    keys, values = spec(1, N * W, H, K), spec(1, N * W, HV, K)
+    x = Arguments(keys, keys, values, x["g"], x["beta"], p=values if erases else None)
+    pool = jax.eval_shape(lambda: state_pool.make_pool(5, HV, K, K, dtype, replay=replay, H=H))
+    indices = jnp.zeros((N,) if replay or W == 1 else (N, W), jnp.int32)
+    static = DecodeStatic(W, True, 1.0, True, "recurrent_x_fwd")
+
+    def find(strict):
+        found = []
+        ask = lambda *arrays: found.append(choose.kernel_of("fused", *arrays, Slots(indices), static, strict=strict))
+        jax.eval_shape(ask, x, pool)
+        return found[0]
+
+    known = ("mixer", "ring", "states")
+    assert find(False) == (expected if expected in known else None)
+    if expected not in known:
+        with pytest.raises(NotImplementedError, match=f'"fused" .*{re.escape(expected)}.*: use implementation="xla"'):
+            find(True)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("implementation", ["fused", "staged"])
+def test_int8_states_without_a_ring(implementation):
+    """A kernel decodes them where the operator is called alone; its results are those of float64."""
+    K, pool = 128, state_pool.make_pool(5, HV, 128, 128, jnp.int8)
+    x, slots = make_inputs(1, N, H, HV, K, K), jnp.array([4, 0, 2], jnp.int32)
+    before = np.random.default_rng(0).standard_normal((N, HV, K, K)).astype(np.float32)
+    pool = state_pool.write_states(pool, slots, before)
+    prefills = Implementation(implementation, lambda x, options, precomputed: (x.v, x.initial_state))
+    operator = Operator("x", lambda x, options: None, {implementation: prefills})
+    ends = jnp.arange(N + 1, dtype=jnp.int32)
+
+    def step(x, pool):
+        x = Arguments(**x, initial_state=pool, cu_seqlens=ends, slots=Slots(slots, num_decodes=N))
+        return operator.ragged(x, Options(), implementation)
+
+    assert "recurrent_x_fwd" in {launch.name for launch in traced.launches(step, x, pool)}
+    o, after = jax.jit(step)(x, pool)
+    want, states = reference(**x, initial_state=state_pool.read_states(pool, slots), cu_seqlens=ends)
+    assert_close("o", o, want, 2e-6)
+    assert_close("states", state_pool.read_states(after, slots), states, 1.2e-2)
