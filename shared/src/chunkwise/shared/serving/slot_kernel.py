@@ -40,17 +40,6 @@ def takes(pool: jax.Array) -> bool:
     return pool.dtype in (jnp.float32, jnp.bfloat16)
 
 
-def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
-    """Do the same as `slot_rows.read`."""
-    return launcher.with_gradient_of(slot_rows.read, _read, "read_slots")(pool, slots)
-
-
-def write(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Do the same as `slot_rows.write`, if no slot is named twice."""
-    launch = functools.partial(_launch, "write_slots")
-    return launcher.with_gradient_of(slot_rows.write, launch, "write_slots")(pool, slots, rows)
-
-
 def _read(pool, slots):
     rows = _launch("read_slots", pool, slots, None)
     # Rows without a slot were not written.
@@ -97,3 +86,8 @@ def _copy_rows(refs: SlotRefs):
 
     for visit in (pools.start, pools.wait):
         lax.fori_loop(jnp.int32(0), jnp.int32(refs.slots.shape[0]), functools.partial(each, visit), None)
+
+
+# They do the same as `slot_rows.read` and, if no slot is named twice, as `slot_rows.write`.
+read = launcher.with_gradient_of(slot_rows.read, _read, "read_slots")
+write = launcher.with_gradient_of(slot_rows.write, functools.partial(_launch, "write_slots"), "write_slots")
