@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.layers import (
-    Cache,
     GatedDeltaNetConfig,
     Step,
-    empty_cache,
+    cache_from_bytes,
+    cache_to_bytes,
     empty_pool,
     init_gated_delta_net,
     ragged_gated_delta_net,
@@ -23,8 +23,6 @@ from chunkwise.layers import (
 
 VOCABULARY, SLOTS, SECONDS = 32, 3, 240
 CONFIG = GatedDeltaNetConfig(D=16, H=1, HV=2, K=8, V=8)
-# What crosses between processes is the cache of one request, of this structure and these types.
-EMPTY = empty_cache(CONFIG, 1, jnp.bfloat16)
 
 
 class Engine:
@@ -65,22 +63,10 @@ class Engine:
         return made
 
 
-def to_bytes(cache: Cache) -> bytes:
-    return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(cache))
-
-
-def from_bytes(data: bytes) -> Cache:
-    leaves, structure = jax.tree.flatten(EMPTY)
-    sizes = np.cumsum([x.nbytes for x in leaves])[:-1]
-    parts = [data[start:stop] for start, stop in zip((0, *sizes), (*sizes, None), strict=True)]
-    arrays = [np.frombuffer(part, x.dtype).reshape(x.shape) for part, x in zip(parts, leaves, strict=True)]
-    return structure.unflatten(arrays)
-
-
 def worker(token: int, count: int) -> None:
     """Go on with the request that comes in: another slot of another pool, with a ring of another length."""
     engine = Engine(slot=0, replay=8, decode_tokens=4)
-    engine.pool = write_cache(engine.pool, engine.slot, from_bytes(sys.stdin.buffer.read()))
+    engine.pool = write_cache(engine.pool, engine.slot, cache_from_bytes(sys.stdin.buffer.read(), CONFIG))
     print(*engine.decode(token, count))
 
 
@@ -93,7 +79,7 @@ def test_another_process_goes_on():
     command = [sys.executable, str(Path(__file__)), str(last), "8"]
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     there = subprocess.run(
-        command, input=to_bytes(cache), env=environment, capture_output=True, timeout=SECONDS, check=False
+        command, input=cache_to_bytes(cache, CONFIG), env=environment, capture_output=True, timeout=SECONDS, check=False
     )
     assert there.returncode == 0, there.stderr.decode()[-2000:]
     got = [int(token) for token in there.stdout.split()]

@@ -51,6 +51,7 @@ from chunkwise.layers.mamba2 import (
     ragged_mamba2_mixer,
     save_mamba2_mixer,
 )
+from chunkwise.layers.moving import cache_from_bytes, cache_to_bytes
 from chunkwise.layers.running import (
     Cache,
     Step,
@@ -81,6 +82,8 @@ __all__ = [
     "Mamba2Weights",
     "Shardings",
     "Step",
+    "cache_from_bytes",
+    "cache_to_bytes",
     "config_from",
     "decayed",
     "empty_cache",

@@ -140,9 +140,10 @@ def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | N
       ValueError: an argument has the wrong shape or type; outside of jit also a number of tokens that does not fit.
     """
     pool, state = _check_pool(pool)
-    states = state_pool.read_states(state, slots, num_accepted_tokens)
-    kept, _ = state_pool.kept_states(state, slots, num_accepted_tokens)
-    last = state_pool.last_kept(state, slots, num_accepted_tokens) if state.replay else jnp.int32(0)
+    slots, accepted = checks.check_array_of_slots("slots", slots), checks.as_int32(num_accepted_tokens)
+    states = state_pool.read_states(state, slots, accepted)
+    kept, _ = state_pool.kept_states(state, slots, accepted)
+    last = state_pool.last_kept(state, slots, accepted) if state.replay else jnp.int32(0)
     places = arguments.Slots(conv_slots(pool, kept, last))
     return Cache(tuple(slot_rows.read_states(x, places) for x in pool.conv), states)
 
@@ -152,7 +153,8 @@ def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
 
     Args:
       pool: a pool of `empty_pool`, of any type, with a ring or without, or of `empty_cache`; donate it.
-      slots: int32 [n], traced, all different. A slot that does not exist, such as a negative one, is not written.
+      slots: int32 [n], traced, all different, which is checked outside of jit. A slot that does not exist, such as a
+        negative one, is not written.
       cache: the cache of n sequences, from `read_cache` or from the layer; its arrays may be numpy's. States and inputs
         are rounded to the types of the pool.
 
@@ -160,8 +162,8 @@ def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
       ValueError: an argument has the wrong shape or type.
     """
     pool, state = _check_pool(pool)
-    checks.check_array_of_slots("slots", slots)
-    _check_is_cache("cache", cache)
+    slots = checks.check_array_of_slots("slots", slots)
+    check_is_cache("cache", cache)
     checks.check_array("cache.state", cache.state, "n HV K V", (slots.shape[0], *state.shape[1:]))
     wanted, have = len(pool.conv), len(cache.conv)
     checks.check(wanted == have, f"`cache.conv` must have {wanted} arrays, as `pool.conv` has; got {have}.")
@@ -175,14 +177,15 @@ def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
     return Cache(conv, written if state is pool.state else written.states)
 
 
-def _check_is_cache(name: str, cache) -> None:
+def check_is_cache(name: str, cache) -> None:
+    """Check that an argument is a Cache."""
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
 
 
 def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:
     """Check a pool of a layer; return it with arrays of JAX, and return its states as a StatePool."""
-    _check_is_cache("pool", pool)
+    check_is_cache("pool", pool)
     if state_pool.as_pool(pool.state) is not pool.state:
         checks.check_array("pool.state", pool.state, "slots HV K V")
     pool = jax.tree.map(jnp.asarray, pool)

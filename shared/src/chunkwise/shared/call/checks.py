@@ -302,30 +302,38 @@ def check_slot_values(state_indices, pool: str, count: int) -> None:
 
     Only values that are known, outside of jit or as constants inside, and that this process can read, are checked.
     """
-    if not isinstance(state_indices, np.ndarray | jax.Array) or isinstance(state_indices, jax.core.Tracer):
-        return
-    if isinstance(state_indices, jax.Array) and not (
-        state_indices.is_fully_addressable or state_indices.is_fully_replicated
-    ):
-        return
-    slots = np.asarray(state_indices)
+    slots = _readable(state_indices)
     past = slots[slots >= count].tolist()
     check(not past, f"`state_indices` must be below {count}, the number of slots of `{pool}`; got {[*past, None][0]}.")
-    named, times = np.unique(slots[slots >= 0], return_counts=True)
+    check_named_once("state_indices", state_indices, count)
+
+
+def _readable(slots) -> np.ndarray:
+    """Return the values of slots, if they are known and this process can read them; otherwise an empty array."""
+    known = isinstance(slots, np.ndarray | jax.Array) and not isinstance(slots, jax.core.Tracer)
+    if not known or (isinstance(slots, jax.Array) and not (slots.is_fully_addressable or slots.is_fully_replicated)):
+        return np.zeros(0, np.int32)
+    return np.asarray(slots)
+
+
+def check_named_once(name: str, slots, count: int) -> None:
+    """Check that no two slots of a pool of `count` slots are the same, if their values are known."""
+    read = _readable(slots)
+    named, times = np.unique(read[(read >= 0) & (read < count)], return_counts=True)
     twice = named[times > 1].tolist()
-    check(
-        not twice, f"`state_indices` must name a slot only once, but for negative ones; got {[*twice, None][0]} twice."
-    )
+    check(not twice, f"`{name}` must name a slot only once, but for negative ones; got {[*twice, None][0]} twice.")
 
 
-def check_array_of_slots(name: str, x) -> None:
-    """Check that x is an int32 array of one dimension."""
+def check_array_of_slots(name: str, x) -> Any:
+    """Return an array of one dimension as int32, checked."""
     check_library(name, x)
+    x = as_int32(x)
     array = hasattr(x, "shape") and hasattr(x, "dtype")
     check(
         array and len(x.shape) == 1 and x.dtype == jnp.int32,
         f"`{name}` must be int32 of shape [n]; got {f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
     )
+    return x
 
 
 def check_decode_tokens(decode_tokens, indices, replay: int) -> None:

@@ -264,16 +264,15 @@ def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     return with_counts(pool, target, none, none)
 
 
-def _check_given(pool: StatePool, slots: jax.Array) -> StatePool:
-    """Check a pool and its slots; return the pool with JAX arrays, because a pool from a file has numpy arrays."""
+def _check_given(pool: StatePool, slots: jax.Array) -> tuple[StatePool, jax.Array]:
+    """Check a pool and its slots; return them as JAX arrays and int32, because a pool from a file has numpy arrays."""
     checks.check(isinstance(pool, StatePool), f"`pool` must be a StatePool; got {type(pool).__name__}.")
-    checks.check_array_of_slots("slots", slots)
-    return jax.tree.map(jnp.asarray, pool)
+    return jax.tree.map(jnp.asarray, pool), checks.check_array_of_slots("slots", slots)
 
 
-def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> None:
-    """Check numbers of accepted tokens of the last decode of some slots, and also their values if all are known."""
-    checks.check_array_of_slots("num_accepted_tokens", accepted)
+def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> jax.Array:
+    """Return numbers of accepted tokens of the last decode of some slots; their values are checked if all are known."""
+    accepted = checks.check_array_of_slots("num_accepted_tokens", accepted)
     n, given = slots.shape[0], accepted.shape[0]
     checks.check(n == given, f"`num_accepted_tokens` must have a number for each of {n} `slots`; got {given}.")
 
@@ -287,6 +286,7 @@ def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> N
         yield checks.Fault(jnp.any(wrong), message, numbers)
 
     checks.check_known_values((*jax.tree.leaves(pool), slots, accepted), find)
+    return accepted
 
 
 def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> jax.Array:
@@ -301,9 +301,9 @@ def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Arra
         zeros: `slots` then names the slot of the state after the last accepted token. Numbers that do not fit raise an
         error outside of jit.
     """
-    pool = _check_given(pool, slots)
+    pool, slots = _check_given(pool, slots)
     if num_accepted_tokens is not None:
-        _check_accepted(pool, slots, num_accepted_tokens)
+        num_accepted_tokens = _check_accepted(pool, slots, num_accepted_tokens)
     return load(pool, *kept_states(pool, slots, num_accepted_tokens))
 
 
@@ -321,9 +321,11 @@ def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StateP
 
     Args:
       pool: a StatePool; donate it.
-      slots: int32 [n], traced, all different. A slot that does not exist, such as a negative one, is not written.
+      slots: int32 [n], traced, all different, which is checked outside of jit. A slot that does not exist, such as a
+        negative one, is not written.
       states: [n, HV, K, V], of any floating type.
     """
-    pool = _check_given(pool, slots)
+    pool, slots = _check_given(pool, slots)
+    checks.check_named_once("slots", slots, pool.shape[0])
     checks.check_array("states", states, "n HV K V", (slots.shape[0], *pool.shape[1:]))
     return store(pool, slots, states.astype(jnp.float32))
