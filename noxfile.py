@@ -19,7 +19,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from release import archives, packages, pythons  # noqa: E402
+from release import archives, locks, packages, pythons  # noqa: E402
 from release import metadata as common  # noqa: E402
 
 PACKAGES = packages.FOLDERS
@@ -27,8 +27,6 @@ GROUPS = nox.project.load_toml("pyproject.toml")
 ABOUT = common.read()
 
 NEWEST = bool(os.environ.get("NEWEST"))
-LOCK = ROOT / "release/lock.txt"
-LOCKED = () if NEWEST else ("--constraint", str(LOCK))
 
 # The tests that run under every pair: of a stage all, and what an operator computes, also under the oldest Python.
 KDA = [PACKAGES["kda"] / f"tests/test_{name}.py" for name in ("reference", "errors", "tpu_compile")]
@@ -81,9 +79,31 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 nox.options.error_on_external_run = True
 
 
+def install(session: nox.Session, *groups: str) -> None:
+    """Install dependency groups: what the lock file has by its hashes, and the rest by its version."""
+    wanted = nox.project.dependency_groups(GROUPS, *groups)
+    if NEWEST:
+        session.install(*wanted)
+        return
+    locked = Path(session.create_tmp(), "locked.txt")
+    locked.write_text(locks.of_groups(groups))
+    session.install("--no-deps", "--require-hashes", "-r", locked)
+    if rest := [x for x in wanted if not locks.is_hashed(x)]:
+        session.install(*versions(session), *rest)
+
+
+def versions(session: nox.Session, but: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return options of pip that take the versions of the lock file, without packages that begin with one of `but`."""
+    if NEWEST:
+        return ()
+    constraints = Path(session.create_tmp(), "versions.txt")
+    constraints.write_text(locks.versions(but))
+    return ("--constraint", str(constraints))
+
+
 def prepare(session: nox.Session, group: str, names=tuple(PACKAGES)) -> None:
     """Install a dependency group, and install packages in place."""
-    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, group))
+    install(session, group)
     # Without dependencies, because pip refuses a sibling that it gets both by folder and by reference.
     session.install("--no-deps", "--no-build-isolation", *(x for name in names for x in ("-e", PACKAGES[name])))
 
@@ -102,7 +122,7 @@ def run_example(session: nox.Session, name: str) -> None:
 @nox.session
 def lint(session):
     """Check style and format, that all copies of release/metadata.toml agree, and the files of the forge."""
-    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "lint"))
+    install(session, "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("python", "release/metadata.py", "--check")
@@ -121,16 +141,24 @@ def metadata(session):
 def lock(session):
     """Renew release/lock.txt: the newest versions of all that the sessions install, for every Python and platform."""
     session.install("uv")
-    groups = nox.project.dependency_groups(GROUPS, *GROUPS["dependency-groups"])
-    wanted, found = (Path(session.create_tmp(), name) for name in ("wanted.txt", "found.txt"))
-    wanted.write_text("\n".join(dict.fromkeys(groups)))
-    found.unlink(missing_ok=True)
-    alone = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
     python = ABOUT.requires_python.removeprefix(">=")
-    session.run(
-        "uv", "pip", "compile", "--quiet", "--universal", "--python-version", python, *alone, wanted, "-o", found
-    )  # fmt: skip
-    LOCK.write_text(f"# What the sessions of noxfile.py install; `nox -s lock` writes this file.\n{found.read_text()}")
+    command = ("uv", "pip", "compile", "--quiet", "--universal", "--python-version", python, "--no-header")
+    command += ("--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
+    every = (*GROUPS["dependency-groups"],)
+    found = Path(session.create_tmp(), "found.txt")
+
+    def solve(groups, *options) -> str:
+        wanted = found.with_name("wanted.txt")
+        requirements = nox.project.dependency_groups(GROUPS, *groups)
+        wanted.write_text("\n".join(x for x in dict.fromkeys(requirements) if locks.is_hashed(x)))
+        found.unlink(missing_ok=True)
+        session.run(*command, *options, wanted, "-o", found, silent=True)
+        return found.read_text()
+
+    text = solve(every, "--generate-hashes")
+    constraints = found.with_name("versions.txt")
+    constraints.write_text("\n".join(entry.requirement for entry in locks.read(text)))
+    locks.LOCK.write_text(locks.with_groups(text, {group: solve([group], "-c", constraints) for group in every}))
 
 
 @nox.session(python=LATEST)
@@ -171,8 +199,8 @@ def mesh(session):
 @nox.session(python=OLDEST, default=OLDEST != LATEST)
 def oldest(session):
     """Do as the first line of the README under the oldest Python, and run a sample and what needs torch there."""
-    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "e2e", "runtime"))
-    session.install(*LOCKED, "--no-build-isolation", ".[integrations]")
+    install(session, "e2e")
+    session.install(*versions(session), "--no-build-isolation", ".[integrations]")
     session.run("chunkwise", "demo", "--output", Path(session.create_tmp(), "demo"))
     session.run("pytest", *WORKERS, *QUICK, *KDA, *session.posargs)
     session.run("pytest", *WORKERS, "-m", "torch and not thorough", "tests_e2e", *session.posargs)
@@ -218,7 +246,8 @@ def tpu(session):
 @nox.session(python=PYTHONS.get("3.12", "3.12"), default=False)
 def gpu(session):
     """Compile for an H100 without one, hold launches and temporaries to limits, and run the forms for GPUs on a CPU."""
-    session.install(*LOCKED, *(x for x in nox.project.dependency_groups(GROUPS, "test") if not x.startswith("jax[")))
+    wanted = (x for x in nox.project.dependency_groups(GROUPS, "test") if not x.startswith("jax["))
+    session.install(*versions(session), *wanted)
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True).strip()
     # They would bring CUDA's libraries; a compilation needs the assembler alone.
     plugins = (f"jax-cuda13-{name}=={version}" for name in ("plugin", "pjrt"))
@@ -246,8 +275,8 @@ def add_package_sessions(name: str) -> None:
             session.install(PACKAGES[name])
         else:
             # pip would build the packages with the newest hatchling.
-            session.install(*LOCKED, "hatchling")
-            session.install(*LOCKED, "--no-build-isolation", PACKAGES[name])
+            session.install(*versions(session), "hatchling")
+            session.install(*versions(session), "--no-build-isolation", PACKAGES[name])
         listed = session.run("python", "-m", "pip", "list", "--format=freeze", silent=True)
         installed = set(re.findall(r"^chunkwise[a-z0-9-]+", listed, re.MULTILINE))
         expected = {packages.PROJECTS[x]["name"] for x in packages.needed(name)}
@@ -293,8 +322,7 @@ for host, requirements in HOSTS.items():
 @nox.session(python=LATEST)
 def build(session):
     """Build every wheel and sdist into dist/, check them, and install from there."""
-    runtime = nox.project.dependency_groups(GROUPS, "runtime")
-    session.install(*LOCKED, *nox.project.dependency_groups(GROUPS, "build"), *runtime)
+    install(session, "build", "runtime")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -321,6 +349,24 @@ def build(session):
     run_example(session, "pipeline")
 
 
+@nox.session(python=LATEST, default=False)
+def sbom(session):
+    """Install the wheels of dist/ alone, and list what this installs in build/sbom.json, in the form of CycloneDX."""
+    install(session, "sbom")
+    scratch, result = Path(session.create_tmp()), ROOT / "build/sbom.json"
+    there = scratch / "release"
+    locked = scratch / "runtime.txt"
+    locked.write_text(locks.of_groups(["runtime"]))
+    session.run("python", "-m", "venv", "--clear", there)
+    pip = (there / "bin/python", "-m", "pip", "install")
+    session.run(*pip, "--no-deps", "--require-hashes", "-r", locked, external=True)
+    session.run(*pip, "--no-index", "--find-links", ROOT / "dist", "chunkwise[integrations]", external=True)
+    session.run(there / "bin/python", "-m", "pip", "uninstall", "--yes", "pip", external=True)
+    result.parent.mkdir(exist_ok=True)
+    about = ("--pyproject", ROOT / "pyproject.toml", "--mc-type", "library")
+    session.run("cyclonedx-py", "environment", "--output-reproducible", *about, "-o", result, there)
+
+
 @nox.session(default=False)
 @nox.parametrize(
     "python,jax",
@@ -333,10 +379,11 @@ def matrix(session, jax):
     if not dist.exists():
         session.error("dist/ must hold the wheels: `nox -s build` makes them.")
     # The lock has one JAX for each Python.
-    rest = Path(session.create_tmp(), "lock.txt")
-    rest.write_text("".join(x for x in LOCK.read_text().splitlines(True) if not x.startswith(("jax", "libtpu"))))
-    constraints = () if NEWEST else ("--constraint", str(rest))
-    session.install(*constraints, *nox.project.dependency_groups(GROUPS, "test", "runtime"), f"jax=={jax}.*")
+    session.install(
+        *versions(session, ("jax", "libtpu")),
+        *nox.project.dependency_groups(GROUPS, "test", "runtime"),
+        f"jax=={jax}.*",
+    )
     session.install("--no-index", "--find-links", str(dist), "chunkwise")
     session.run("chunkwise", "--version")
     run_example(session, "layers")

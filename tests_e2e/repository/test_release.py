@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from release import metadata, pythons
+from release import locks, metadata, pythons
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = [ROOT / "pyproject.toml", ROOT / "shared/pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
-LOCK = (ROOT / "release/lock.txt").read_text().splitlines()[1:]
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 
 
 def normal(name: str) -> str:
@@ -71,30 +71,65 @@ def test_a_release_of_jax_reaches_every_copy():
         assert re.findall(r'python: "(.*)", jax: "0.13"', workflow) == ["3.14"]
 
 
-def test_the_lock_names_exact_versions():
-    assert len(LOCK) > 100
-    for line in LOCK:
-        assert re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; [^@/]+)?", line), line
+def names_of(group: str) -> set[str]:
+    """Return the names of what a group requires itself, or through a group that it includes."""
+    found = set()
+    for line in GROUPS[group]:
+        found |= names_of(line["include-group"]) if isinstance(line, dict) else {normal(re.match(r"[\w.-]+", line)[0])}
+    return found
 
 
-def test_the_lock_has_all_that_sessions_install():
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"].values()
-    wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group if isinstance(line, str)}
-    locked = {line.split("==")[0] for line in LOCK}
-    assert {normal(name) for name in wanted} <= locked
+def test_the_lock_has_versions_and_hashes():
+    entries = locks.read()
+    assert len(entries) > 100
+    for entry in entries:
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; [^@/]+)?", entry.requirement)
+        assert entry.hashes, entry
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", x) for x in entry.hashes), entry
+    assert locks.LOCK.read_text() == locks.HEAD + "".join(map(str, entries))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_lock_has_all_that_sessions_install(group):
+    """With all that this needs: of a group that needs the packages of another one the lock has these too."""
+    wanted, text = names_of(group), locks.of_groups([group])
+    locked = {entry.name for entry in locks.read(text)}
+    assert {name for name in wanted if locks.is_hashed(name)} <= locked
+    assert "jaxlib" in locked or "jax" not in locked
+    assert not locked.intersection(locks.UNHASHED)
+
+
+def test_what_the_lock_has_no_hashes_of_has_one_version():
+    wanted = [
+        line for group in GROUPS.values() for line in group if isinstance(line, str) and not locks.is_hashed(line)
+    ]
+    assert [re.match(r"[\w.-]+==[\d.]+", line)[0].partition("==")[0] for line in wanted] == [*locks.UNHASHED]
+
+
+def test_groups_of_the_lock():
+    found = (
+        "a==1 ; python_version < '3' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\nb==2 \\\n    --hash=sha256:cc\n"
+    )
+    text = locks.with_groups(found, {"x": "a==1\nb==2\n", "y": "b==2\n"})
+    entries = [
+        locks.Entry("a==1 ; python_version < '3'", ("sha256:aa", "sha256:bb"), ("x",)),
+        locks.Entry("b==2", ("sha256:cc",), ("x", "y")),
+    ]
+    assert locks.read(text) == entries
 
 
 def test_tools_have_one_version():
     """pre-commit, the group `lint` and the lock agree."""
     pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
-    assert pinned <= set(LOCK)
-    assert pinned <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["lint"])
+    assert pinned <= {entry.requirement for entry in locks.read()}
+    assert pinned <= set(GROUPS["lint"])
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.stem)
 def test_workflows_name_sessions_and_releases(path):
     text = path.read_text()
-    assert all(re.fullmatch(r"v\d+(\.\d+)*", tag) for tag in re.findall(r"uses: \S+@(\S+)", text))
+    # The commit is what runs, and the comment is what people and Dependabot read.
+    assert all(re.fullmatch(r"[0-9a-f]{40}  # v\d+\.\d+\.\d+", x) for x in re.findall(r"uses: \S+@(.*)", text))
     sessions = set(re.findall(r"^def (\w+)\(session\b", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
     for line in re.findall(r"nox -s (.*)", text):
         named = re.findall(r"(?<!\S)\"?([a-z]+)", line.replace("${{ matrix.session }}", ""))
