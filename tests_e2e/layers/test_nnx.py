@@ -38,6 +38,8 @@ def test_a_module_is_the_layer(kind):
     pieces = jnp.concatenate([step(module, X[:, :5]), step(module, X[:, 5:6]), step(module, X[:, 6:])], axis=1)
     assert_close("whole", module(X), whole, 1e-6)
     assert_close("pieces", pieces, whole, 1e-5)
+    module.init_cache(2)
+    np.testing.assert_array_equal(step(module, X[:, :5]), pieces[:, :5])
 
 
 @KINDS

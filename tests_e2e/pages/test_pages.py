@@ -63,6 +63,14 @@ def test_the_tolerances_of_the_tests_are_those_of_the_page():
         assert [float(x) for x in row] == [column[dtype] for column in columns]
 
 
+def test_launches_of_a_gpu():
+    """A page for those who choose a library says them as a round number."""
+    rows = json.loads((ROOT / "docs/data/gpu-h100.json").read_text())["rows"]
+    row = next(x for x in rows if (x["program"], x["pass"], x["T"], x["HV"]) == ("gdn", "forward", 8192, 32))
+    assert round(row["launches"], -2) == 200
+    assert "about 200 launches of a forward" in (ROOT / "docs/which-library.md").read_text()
+
+
 def test_data_is_shown(monkeypatch):
     """Every file of docs/data is read for a page, or a page links to it."""
     texts, read, rows_of = [path.read_text() for path in figures.pages()], set(), tables.rows_of

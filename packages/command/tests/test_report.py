@@ -36,6 +36,8 @@ def test_report(tmp_path, capsys):
     count = found["device"]["count"]
     about = {"backend": "cpu", "kind": "cpu", "count": count, "chip": None, "step_us": None, "clock_ghz": None}
     assert found["device"] == about
+    assert found["host"].keys() == {"system", "architecture", "cores"}
+    assert found.keys() == {"schema", "created", "device", "host", "versions", "small", "check", "times"}
     assert found["small"] is True
     assert {row["kernel"] for row in found["check"]} == {"chunk_local_cumsum"}
     assert [(row["pass"], row["tokens"]) for row in found["times"]] == [

@@ -39,7 +39,7 @@ def chunk_scaled_dot_kkt(
     Args:
       k: keys [B, T, H, K], float32, bfloat16 or float16. Products take bfloat16 operands if k is bfloat16, and else
         float32 operands at full precision; they accumulate in float32.
-      beta: step sizes [B, T, HV], any floating type.
+      beta: step sizes [B, T, HV], float32, bfloat16 or float16.
       p: erase keys [B, T, HV, K], in any type of k, of a delta rule that does not erase by k; None to erase by k.
 
     Returns:

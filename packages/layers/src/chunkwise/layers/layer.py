@@ -84,7 +84,7 @@ class OverStep(Protocol[Config, Weights]):
         Args:
           x: hidden states [1, T, D].
           weights, config, implementation, sharding: as over whole sequences.
-          pool: a cache with slots in the place of sequences, of any floating type, which the new pool has, too; see
+          pool: a cache with slots in the place of sequences, whose types the new pool has, too; see
             `empty_cache`, and `empty_pool` for states in 8 bits and for rings.
           step: which tokens belong to which sequence, and where the state of a sequence is. All of these arrays are
             traced, so one program serves every step of the same sizes.

@@ -39,7 +39,7 @@ def recompute_w_u(
     Args:
       k: keys [B, T, H, K], float32, bfloat16 or float16.
       v: values [B, T, HV, V], of the same types. Products are float32 at full precision.
-      beta: step sizes [B, T, HV], any floating type.
+      beta: step sizes [B, T, HV], float32, bfloat16 or float16.
       A_inv: [B, T, HV, C], float32 from `chunkwise.solve_tril.solve_tril` (narrower types are widened); its last
         dimension is the chunk size.
 

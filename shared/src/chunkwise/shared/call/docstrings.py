@@ -191,8 +191,8 @@ Args:
   g_cum: chunk-local inclusive cumulative log decay in nats, nonincreasing inside a chunk, float32 from
     `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel
     of the key, None for no decay.
-  g_gamma: constant log decay per head [HV] in nats, any floating type, added to the decay in g_cum.
-  initial_state: [N, HV, K, V], any floating type; None for zeros.
+  g_gamma: constant log decay per head [HV] in nats, float32, bfloat16 or float16, added to the decay in g_cum.
+  initial_state: [N, HV, K, V], of any of these types; None for zeros.
   output_final_state: return the state after every sequence; static.
   cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced; B must be 1. Chunks restart at every sequence. Tokens
     from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.

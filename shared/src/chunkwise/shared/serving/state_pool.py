@@ -323,7 +323,7 @@ def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StateP
       pool: a StatePool; donate it.
       slots: int32 [n], traced, all different, which is checked outside of jit. A slot that does not exist, such as a
         negative one, is not written.
-      states: [n, HV, K, V], of any floating type.
+      states: [n, HV, K, V], float32, bfloat16 or float16.
     """
     pool, slots = _check_given(pool, slots)
     checks.check_named_once("slots", slots, pool.shape[0])
