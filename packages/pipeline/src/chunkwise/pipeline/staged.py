@@ -17,7 +17,7 @@ from chunkwise.kda import operator as kda
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax
-from chunkwise.shared.kernels import tiles
+from chunkwise.shared.kernels import chunking, tiles
 from chunkwise.shared.operator import Operator, register
 from chunkwise.shared.plain import recurrence, state_map
 from chunkwise.solve_tril import solve_tril
@@ -50,9 +50,36 @@ def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax
     k, beta = recurrence.unit_keys(x.k, x.beta, options.use_qk_l2norm_in_kernel, cu)
     g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # If the inverses are known, only gradients need A.
-    A = chunk_scaled_dot_kkt(k, beta, g_cum, cu, C, p=x.p, **how)
+    if options.erase_before_decay:
+        A, of_rows = _before_decay(k, x.p, beta, g_cum, cu, C)
+    else:
+        A, of_rows = chunk_scaled_dot_kkt(k, beta, g_cum, cu, C, p=x.p, **how), g_cum
     A_inv = solve_tril(A, cu, A_inv=A_inv, **how)
-    return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, beta, A_inv, g_cum, cu, **how)
+    return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, beta, A_inv, of_rows, cu, **how)
+
+
+def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax.Array]:
+    """Return A, and the cumulative gates of its rows, where erase keys read the state before the decay of their token.
+
+    The cumulative gates of a row are those of the row before, so A_ij = beta_i <p_i, e^(G_(i-1) - G_j) * k_j>. With the
+    keys and the cumulative gates of the tokens before, this is the matrix of the stage kkt, whose columns lie one to
+    the right. Its diagonal is missing: the pairs of neighbours, which have no decay.
+    """
+    token = jnp.arange(k.shape[1], dtype=jnp.int32)
+    start = 0 if cu_seqlens is None else cu_seqlens[chunking.token_owners(k.shape[1], cu_seqlens)]
+    place = (token - start)[None] % C  # in the chunk
+
+    def before(y):
+        moved = jnp.pad(y[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (y.ndim - 2))
+        return chunking.select_tokens(place > 0, moved)
+
+    # Padding may hold anything.
+    k, g_cum, beta = before(k), before(g_cum), chunking.zero_padding(beta, cu_seqlens)
+    A = chunk_scaled_dot_kkt(k, beta, g_cum, cu_seqlens, C, p=p, implementation=_PALLAS)
+    neighbours = beta * jnp.sum(p * tiles.repeat_heads(k, p.shape[2], axis=2), axis=3)
+    column = jnp.arange(C, dtype=jnp.int32) == place[..., None] - 1  # [1, T, C]
+    A = jnp.pad(A[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+    return jnp.where(column[:, :, None], neighbours[..., None], A), g_cum
 
 
 def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, tuple]:
@@ -105,12 +132,18 @@ def _gla_states(x: Arguments, options: Options) -> tuple[Any, Any, tuple]:
 
 def register_all() -> None:
     """Add the chains to the operators."""
-    options = frozenset({"use_qk_l2norm_in_kernel", "min_gate"})
-    delta = Implementation("staged", delta_rule, map_delta_rule, at_once=True, options=options)
     for operator in (gdn.OPERATOR, kda.OPERATOR, two_keys.GDN2, two_keys.COMBA):
-        _register(operator, delta, _delta_states)
+        add_delta_rule(operator)
     for operator in (gla_operators.GLA, gla_operators.SIMPLE_GLA):
         _register(operator, Implementation("staged", gla), _gla_states)
+
+
+def add_delta_rule(operator: Operator) -> None:
+    """Add the chain to an operator with a delta rule."""
+    options = frozenset({"use_qk_l2norm_in_kernel", "min_gate", "erase_before_decay"})
+    _register(
+        operator, Implementation("staged", delta_rule, map_delta_rule, at_once=True, options=options), _delta_states
+    )
 
 
 def _register(operator: Operator, chain: Implementation, states) -> None:
