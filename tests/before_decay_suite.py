@@ -62,9 +62,7 @@ def assert_values_and_gradients(implementation, call, form, per_channel, gate, d
     options = Options(output_final_state=bool(states), use_qk_l2norm_in_kernel=True, chunk_size=16)
     spoilt = poison_padding(x, fixed.get("cu_seqlens"), fixed.get("segment_ids"))
     found, grads = values_and_gradients(call, implementation, options, spoilt, fixed, do, dht)
-    *expected, gradients = reference(
-        **x, **fixed, erase_before_decay=True, use_qk_l2norm_in_kernel=True, do=do, dht=dht
-    )
+    *expected, gradients = reference(**x, **fixed, use_qk_l2norm_in_kernel=True, do=do, dht=dht)
     kind = jnp.dtype(dtype).name
     for name, y, want in zip(("o", "final_state")[: 1 + bool(states)], found, expected, strict=False):
         assert_close(name, y, want, TOLERANCE[kind])

@@ -74,11 +74,6 @@ def _ours(name: str, kind: str, q, k, v, gates: tuple, options: dict) -> tuple[C
         options["g_gamma"] = _decays(name, q.shape[2], **places)
     if name == "delta_rule":
         options["g"] = torch.zeros(q.shape[:3])
-    if name == "comba":
-        # Its kernels read the state before the decay of a token, and ours after it.
-        unit = options.pop("use_qk_l2norm_in_kernel", False)
-        q, k, p = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() if unit else x for x in (q, k, options["p"]))
-        options["p"] = (p * torch.exp(-options["g"])[..., None]).to(q.dtype)
     options |= dict(q=q, k=k, v=v)
     arrays = {n: x for n, x in options.items() if torch.is_tensor(x)}
     static = {n: x for n, x in options.items() if n not in arrays}

@@ -199,5 +199,14 @@ def test_erase_gates_and_keys():
     ):
         check_inputs(**x | dict(b=jnp.full_like(x["b"], 1.5)))
     x = make_inputs(B, T, H, HV, K, K, erase="key")
-    with pytest.raises(ValueError, match=r"^`k` must have \|k . p\| of at most 2, or states grow; got "):
+    with pytest.raises(ValueError, match=r"^`k` must have beta \|k . p\| of at most 1 \+ e\^g, or states grow; got "):
         check_inputs(**x | dict(p=9 * x["p"], beta=jnp.ones_like(x["beta"])))
+    # Beside a strong gate a step of more than 1 is too large for keys of any kind.
+    x |= dict(p=x["k"], beta=jnp.full_like(x["beta"], 1.5), g=jnp.full_like(x["g"], -9.0))
+    raw = dict(g=-x["g"], use_gate_in_kernel=True, A_log=jnp.zeros(HV))
+    for options in ({}, dict(use_qk_l2norm_in_kernel=True), raw):
+        with pytest.raises(
+            ValueError, match=r"^`k` must have beta \|k . p\| of at most 1 \+ e\^g, or states grow; got 1."
+        ):
+            check_inputs(**x | options, allow_neg_eigval=True)
+    check_inputs(**x | dict(g=jnp.zeros_like(x["g"])), allow_neg_eigval=True)

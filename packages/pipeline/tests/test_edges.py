@@ -26,7 +26,10 @@ THOROUGH = dict(
 
 
 def arguments(operator, q, k, v, g, beta):
-    """Return the arguments of a delta rule that erases and writes alike, for gates g and step sizes beta [B, T, H]."""
+    """Return the arguments of a delta rule that erases and writes alike, for gates g and step sizes beta [B, T, H].
+
+    The erase keys of Comba read the state before the decay, so they have the decay themselves.
+    """
     x = dict(q=q, k=k, v=v, g=g, beta=beta)
     per_channel = lambda y: jnp.broadcast_to(y[..., None], k.shape)
     if operator in ("kda", "gdn2"):
@@ -35,7 +38,7 @@ def arguments(operator, q, k, v, g, beta):
         x |= dict(b=per_channel(x.pop("beta")), w=jnp.ones_like(v))
         x["w"] = x["w"] * beta[..., None].astype(v.dtype)
     if operator == "comba":
-        x["p"] = k
+        x["p"] = (k * jnp.exp(g)[..., None]).astype(k.dtype)
     return x
 
 

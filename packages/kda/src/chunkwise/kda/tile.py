@@ -78,7 +78,7 @@ class ChannelDecays(NamedTuple):
         as queries do.
     """
 
-    base: tuple[jax.Array, jax.Array] | None
+    base: Any
     levels: list[jax.Array]
     start: jax.Array
     end: jax.Array

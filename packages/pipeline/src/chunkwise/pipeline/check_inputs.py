@@ -91,13 +91,13 @@ def check_inputs(
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     x, options, _ = signature.to_records(locals() | dict(allow_neg_eigval=doubled))
-    _check_types(x, options)
+    x = _check_types(x, options)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
     checks.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding))
 
 
-def _check_types(x: Arguments, options: arguments.Options) -> None:
-    """Check the shapes and types that the operator with these arguments checks."""
+def _check_types(x: Arguments, options: arguments.Options) -> Arguments:
+    """Check the shapes and types that the operator with these arguments checks; return its arguments."""
     if x.b is not None or x.w is not None or x.p is not None:
         (two_keys.COMBA if x.p is not None else two_keys.GDN2).check(x, options)
     elif x.beta is None:
@@ -108,7 +108,7 @@ def _check_types(x: Arguments, options: arguments.Options) -> None:
         per_channel = getattr(x.g, "ndim", 3) == 4
         (kda if per_channel else gdn).OPERATOR.check(x, options)
     checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
-    arguments.check_shared(x, options)
+    return arguments.check_shared(x, options)
 
 
 def _find_faults(
@@ -152,8 +152,10 @@ def _find_faults(
         most = 2 if allow_neg_eigval else 1
         rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
         yield checks.fault(inside((beta < 0) | (beta > most)), beta, rule)
-    if not options.use_qk_l2norm_in_kernel:
-        yield _lengths(x.k, x.k if x.p is None else x.p, beta, inside)
+    if x.p is not None:
+        yield _growth(x, x.p, beta, options, valid, inside)
+    elif not options.use_qk_l2norm_in_kernel:
+        yield _lengths(x.k, beta, inside)
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[checks.Fault]:
@@ -227,9 +229,23 @@ def _twice(name: str, y: jax.Array, flag: str, where: Where) -> checks.Fault:
     return checks.fault(where(y > 0) & only & (y.size >= _UNSIGNED), y, rule, ", and all entries are from 0 to 1")
 
 
-def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
+def _growth(
+    x: Arguments, p: jax.Array, beta: jax.Array, options: arguments.Options, valid: jax.Array | None, where: Where
+) -> checks.Fault:
+    """Return the fault of erase keys with which states grow: they read before the decay, so a step is e^g - k p^T."""
+    k, p = (y.astype(jnp.float32) for y in (x.k, p))
+    if options.use_qk_l2norm_in_kernel:
+        k, p = tiles.l2norm(k), tiles.l2norm(p)
+    law = options.activation.law
+    g = x.g.astype(jnp.float32) if law is None else gates.decays(x.g, x.A_log, x.dt_bias, law, valid)
+    product = beta.astype(jnp.float32) * tiles.repeat_heads(jnp.abs(jnp.sum(k * p, axis=3)), beta.shape[2], axis=2)
+    most = (1 + jnp.exp(g)) * (1 + max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING))
+    return checks.fault(where(product > most), product, "`k` must have beta |k . p| of at most 1 + e^g, or states grow")
+
+
+def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
     """Return the fault of keys that are so long, for step sizes or erase gates, that states grow without bound."""
-    product = k.astype(jnp.float32) * p.astype(jnp.float32)
+    product = jnp.square(k.astype(jnp.float32))
     to_values = lambda y: tiles.repeat_heads(y, rate.shape[2], axis=2)
     rate = rate.astype(jnp.float32)
     channels = rate.ndim == 4
@@ -237,7 +253,7 @@ def _lengths(k: jax.Array, p: jax.Array, rate: jax.Array, where: Where) -> check
     most = 2 * (1 + max(float(jnp.finfo(k.dtype).eps), _ROUNDING))
     rule = (
         "`k` must have |k . p| of at most 2, or states grow"
-        if channels or p is not k
+        if channels
         else "`k` must have |k|^2 beta of at most 2, or states grow"
     )
     return checks.fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")

@@ -47,7 +47,6 @@ def chunk_gdn2(
         S_t = S~ + k_t (y_t - S~^T p_t)^T
         o_t = scale S_t^T q_t
 
-    The paper, and the kernels of flash-linear-attention, read S_{t-1} in the place of S~: hand in e^-g p for p there.
     The implementation "fused" runs the kernels of `chunk_kda`.
 
     Args:
@@ -179,24 +178,24 @@ def chunk_comba(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Comba, the gated delta rule with separate erase keys, over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and the state read after the update::
+    In value head n, with key head n // (HV // H), what is erased read before the decay, and o after the update::
 
-        S~  = e^g_t S_{t-1}
-        S_t = S~ + beta_t k_t (v_t - S~^T p_t)^T
+        S_t = e^g_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T
         o_t = scale S_t^T q_t
 
     The implementation "fused" runs the kernels of `chunk_kda`.
 
     Args:
       p: erase keys [B, T, H, K].
-      g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
-      beta: step sizes [B, T, HV]. beta |k . p| must be at most 2, otherwise states grow without bound.
+      g: log decay [B, T, HV] in nats, at most 0, of any strength. A gate of -inf keeps nothing of the state before, but
+        p_t still reads it: to begin a sequence use cu_seqlens or segment_ids, or a p_t of zeros beside that gate.
+      beta: step sizes [B, T, HV]. beta |k . p| must be at most 1 + e^g, otherwise states grow without bound.
       use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
     Accuracy: as `chunk_kda`, also with erase gates up to 2 and repeated keys.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; every tensor is read once and o is written
       once.
-    Source: Comba (2025); docs/two-keys.md has the chunk form, the special cases, and how the paper differs.
+    Source: Comba (2025); docs/two-keys.md has the chunk form and the special cases.
     """
     ...
 

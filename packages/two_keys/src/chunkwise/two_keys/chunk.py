@@ -1,6 +1,7 @@
 """One chunk of GDN-2 and its gradient, straight down; every implementation of the package computes the same.
 
-The kernels are in `chunkwise.kda`. Comba has the same equations, with other erase keys p and written values y.
+The kernels are in `chunkwise.kda`. Comba has other erase keys p and written values y, and p of row i has the decays of
+row i - 1: from_start and D are there those of the row before, 1 and none for the first row.
 """
 
 import jax

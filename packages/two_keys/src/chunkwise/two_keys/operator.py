@@ -55,4 +55,4 @@ def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_d
 
 # The step sizes of GDN-2 are ones, whose gradient nobody requests.
 GDN2 = define_rule("gdn2", check_gdn2, optional=("beta",))
-COMBA = define_rule("comba", check_comba)
+COMBA = define_rule("comba", check_comba, erase_before_decay=True)

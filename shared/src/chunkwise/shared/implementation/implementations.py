@@ -46,7 +46,8 @@ class Implementation(NamedTuple):
         types, None if it does.
       raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
         and erase keys and values of every value head, see `arguments.with_final_gates`.
-      knows_segments: whether it takes segment ids; the others get gates that forget everything where a segment begins.
+      knows_segments: whether it takes segment ids; the others get tokens that neither keep nor read anything of the
+        state where a segment begins.
     """
 
     name: str

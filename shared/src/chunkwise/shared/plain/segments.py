@@ -1,7 +1,8 @@
 """Rows of segments, for implementations that take no segment ids.
 
-A segment begins with a gate that forgets everything, so that nothing before the segment reaches it. The
-tokens of padding are zeros, with a gate of 0, which leave a state as it is.
+A segment begins with a gate that forgets everything, so that nothing before the segment reaches it, and with an erase
+key of zeros, because an erase key may read the state before the decay of its token. The tokens of padding are zeros,
+with a gate of 0, which leave a state as it is.
 
 A product with 0 does not stop NaN, so a segment that is not finite is taken as padding and its results become NaN, as
 in `isolation`.
@@ -58,7 +59,6 @@ def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, seg
     if state is not None:
         state = jnp.where(_not_finite(state), jnp.zeros((), state.dtype), state)
     if inputs.get("p") is not None:
-        # An erase key may read the state before the gate of its token, which belongs to the segment before.
         inputs["p"] = chunking.select_tokens(~segments.begins, inputs["p"])
     g = chunking.select_tokens(~segments.begins, g, tiles.FORGET)
     return x._replace(**inputs, g=g, g_gamma=None, initial_state=state, segment_ids=None), nonfinite, segments

@@ -75,14 +75,14 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht, ear
         dS = dS + scale * (q_t @ do_t.mT)
         dadded = dS.mT @ k_t
         dv[:, t] = (rate * dadded)[..., 0]
-        dk[:, t], dp[:, t] = (dS @ (rate * error))[..., 0], 0.0
+        dk[:, t], dp[:, t], derased = (dS @ (rate * error))[..., 0], 0.0, 0.0
         if beta is not None:
             dbeta[:, t] = np.sum(dadded * error, axis=(-2, -1))
             dp[:, t] = -(erased @ (rate * dadded))[..., 0]
             derased = -(p_t @ (rate * dadded).mT)
-            dS = dS if early else dS + derased
+            dS, derased = (dS, derased) if early else (dS + derased, 0.0)
         dg[:, t] = np.sum(dS * S, axis=-1 if g.ndim == 4 else (-2, -1))
-        dS = decay[:, t] * dS + (derased if early else 0.0)
+        dS = decay[:, t] * dS + derased
     keys = x.get("p", x["k"])
     unit = np.repeat(keys / _norm(keys) if normalise else keys, k.shape[2] // keys.shape[2], axis=2)
     found, dp = dict(b=unit * dp), x.get("b", 1.0) * dp
@@ -173,7 +173,7 @@ _PER_TOKEN = ("q", "k", "v", "g", "beta", "inside", "p", "b", "w")
 
 def reference(
     q, k, v, g=None, beta=None, *, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
-    use_qk_l2norm_in_kernel=False, do=None, dht=None, p=None, b=None, w=None, erase_before_decay=False,
+    use_qk_l2norm_in_kernel=False, do=None, dht=None, p=None, b=None, w=None, erase_before_decay=None,
 ):  # fmt: skip
     """Run an operator in float64 and, given cotangents, its gradients.
 
@@ -188,12 +188,14 @@ def reference(
       do: cotangent of o.
       dht: cotangent of the final state.
       p: erase keys [B, T, H, K], in the place of k.
-      erase_before_decay: whether erase keys read the state before the decay of their token.
+      erase_before_decay: whether erase keys read the state before the decay of their token; None for True where there
+        is p, which is the law of Comba.
       b, w: erase gates [B, T, HV, K], which multiply the erase keys, and write gates [B, T, HV, V] of the values.
 
     Returns:
       (o, final_state) as float64 numpy arrays; with do or dht a third entry, a dict of gradients by argument name.
     """
+    erase_before_decay = p is not None if erase_before_decay is None else erase_before_decay
     arrays = dict(q=q, k=k, v=v, g=g, beta=beta, g_gamma=g_gamma, initial_state=initial_state, p=p, b=b, w=w)
     x = {name: np.asarray(value, np.float64) for name, value in arrays.items() if value is not None}
     if segment_ids is not None:
