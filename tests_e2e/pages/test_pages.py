@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.figures import tables
+from chunkwise import pipeline
 from chunkwise.shared.testing import compare
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,11 @@ def test_launches_of_a_gpu():
     row = next(x for x in rows if (x["program"], x["pass"], x["T"], x["HV"]) == ("gdn", "forward", 8192, 32))
     assert round(row["launches"], -2) == 200
     assert "about 200 launches of a forward" in (ROOT / "docs/which-library.md").read_text()
+
+
+def test_the_page_on_serving_names_every_step():
+    text = (ROOT / "docs/serving.md").read_text()
+    assert [name for name in pipeline.__all__ if name.startswith("ragged_") and f"`{name}`" not in text] == []
 
 
 def test_data_is_shown(monkeypatch):
