@@ -34,8 +34,9 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
-from chunkwise.shared.serving import mixer_launch, ring_kernel, step_table
+from chunkwise.shared.serving import ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
+from chunkwise.shared.serving.decode.launch import sequences_of
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
@@ -154,7 +155,7 @@ def mixer_runs(loop: Loop, mixture: Mixture, heads: int) -> tuple[int, list[floa
     sequences where any of them folds, and the one in it is the fold of each. The last step awaits its copies and stores
     the outputs.
     """
-    steps, taken = loop.turns - 2, mixer_launch.sequences_of(heads, mixture.replay > 0, mixture.W)[0]
+    steps, taken = loop.turns - 2, sequences_of(heads, mixture.replay > 0, mixture.W)[0]
     within = lambda x: sum(x.start <= y.start and y.stop <= x.stop for y in loop.regions) - 1
     inside = taken if taken > 1 else 0
     clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == inside)

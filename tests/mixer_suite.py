@@ -8,9 +8,9 @@ import numpy as np
 
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
-from chunkwise.shared.serving import mixer as mixers
-from chunkwise.shared.serving import mixer_launch, state_pool
-from chunkwise.shared.serving.mixer_tile import Mixer, OutputNorm
+from chunkwise.shared.serving import state_pool
+from chunkwise.shared.serving.decode import launch
+from chunkwise.shared.serving.decode.records import Decodes, OutputNorm, static_of
 from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.testing import mixer_oracle, oracle
 from chunkwise.shared.testing.compare import TOLERANCE
@@ -88,8 +88,8 @@ def make(
     channels = [2 * H * K + HV * V] if together else [H * K, H * K, HV * V]
     gates = HV * K if per_channel else HV
     activation = GateActivation(True, -5.0 if bias else None, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=bias)
-    mixer = Mixer(
-        mixers.static_of(H, HV, K, V, activation, OutputNorm("silu", EPS))._replace(decode_tokens=tokens),
+    mixer = Decodes(
+        static_of(H, HV, K, V, activation, OutputNorm("silu", EPS)).with_tokens(tokens),
         tuple(draw(T, n) for n in channels), draw(T, gates), draw(T, HV), draw(T, HV * V),
         tuple(draw(n, W) for n in channels), tuple(draw(n) for n in channels) if bias else (),
         draw(HV, kind=jnp.float32, size=0.5), draw(*((HV, K) if per_channel else (HV,)), kind=jnp.float32), draw(V),
@@ -115,7 +115,7 @@ def all_states(pool: StatePool, kept=None):
     return state_pool.read_states(pool, jnp.arange(pool.shape[0], dtype=jnp.int32), kept)
 
 
-def states_after(mixer: Mixer, pool: StatePool):
+def states_after(mixer: Decodes, pool: StatePool):
     """Return the states after a step, whose tokens are all kept."""
     tokens = mixer.static.decode_tokens
     if tokens == 1 or not pool.replay:
@@ -127,7 +127,7 @@ def states_after(mixer: Mixer, pool: StatePool):
     return all_states(pool, jnp.asarray(kept))
 
 
-def states_before(mixer: Mixer, pool: StatePool):
+def states_before(mixer: Decodes, pool: StatePool):
     """Return the states from which a step starts."""
     tokens = mixer.static.decode_tokens
     return all_states(pool, None if tokens == 1 or not pool.replay else jnp.asarray(accepted(tokens)))
@@ -135,10 +135,10 @@ def states_before(mixer: Mixer, pool: StatePool):
 
 @functools.cache
 def _program(static):
-    return jax.jit(lambda mixer, *args: mixer_launch.launch(mixer._replace(static=static), *args))
+    return jax.jit(lambda mixer, *args: launch.launch(mixer._replace(static=static), *args))
 
 
-def decode(mixer: Mixer, conv, pool, bounds=None, named: Slots | None = None):
+def decode(mixer: Decodes, conv, pool, bounds=None, named: Slots | None = None):
     """Run the step by the kernel; mixers of the same sizes share a program."""
     arrays, tokens = mixer._replace(static=None), mixer.static.decode_tokens
     bounds = jnp.asarray(boundaries(tokens) if bounds is None else bounds, jnp.int32)
@@ -147,13 +147,13 @@ def decode(mixer: Mixer, conv, pool, bounds=None, named: Slots | None = None):
     )
 
 
-def decay_of(mixer: Mixer, g, A_log, dt_bias):
+def decay_of(mixer: Decodes, g, A_log, dt_bias):
     """Return the decays in nats of raw gates [T, HV, 1 or K]."""
     a, x, bound = np.exp(A_log)[:, None], g + dt_bias, getattr(mixer.static.law, "lower_bound", None)
     return -a * np.logaddexp(x, 0.0) if bound is None else bound * mixer_oracle.activation(a * x, "sigmoid")
 
 
-def reference(mixer: Mixer, conv, states, read=NAMED):
+def reference(mixer: Decodes, conv, states, read=NAMED):
     """Return the output [T, HV V], the pools of convolutions and the states of the step in float64.
 
     `read` has the slots that sequences start from. Inputs of convolutions that no later step reads are NaN. There are

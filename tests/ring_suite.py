@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels.pools import Routes
-from chunkwise.shared.serving import decode_kernel, ring_kernel, run, state_pool
+from chunkwise.shared.serving import ring_kernel, run, state_pool
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
@@ -29,7 +30,7 @@ def assert_steps(case):
     N, HV, K, V, L = 3, 2 * H, 8, 16, 4
     T = N * W
     one = lambda: state_pool.make_pool(5, HV, K, V, dtype, replay=L, H=H, per_channel=per_channel)
-    static = decode_kernel.DecodeStatic(W, True, 0.3, delta, "recurrent_x_fwd", erases == "before decay")
+    static = DecodeStatic(W, True, 0.3, delta, "recurrent_x_fwd", erases == "before decay")
     plain = jax.jit(lambda *args: run._plain_tokens(static, *args))
     kernel = jax.jit(lambda *args: ring_kernel.launch(static, *args))
     x, expected, pool = make_inputs(T=8 * T, H=H, HV=HV, K=K, V=V, per_channel=per_channel), one(), one()

@@ -10,8 +10,9 @@ import pytest
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.operator import Operator
-from chunkwise.shared.serving import choose, state_pool
-from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving import state_pool
+from chunkwise.shared.serving.decode import choose
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
@@ -21,9 +22,9 @@ N, H, HV = 3, 1, 2
 # The type of a pool, the tokens of its rings, K, the tokens of a decode, whether there are erase keys, and the kernel
 # or the reason why there is none.
 KERNELS = [
-    (jnp.float32, 0, 128, 1, False, "mixer"),
-    (jnp.int8, 0, 128, 4, False, "mixer"),
-    (jnp.float32, 8, 128, 2, False, "mixer"),
+    (jnp.float32, 0, 128, 1, False, "decode"),
+    (jnp.int8, 0, 128, 4, False, "decode"),
+    (jnp.float32, 8, 128, 2, False, "decode"),
     (jnp.float32, 0, 64, 1, False, "states"),
     (jnp.bfloat16, 0, 128, 5, False, "states"),
     (jnp.float32, 0, 128, 1, True, "states"),
@@ -54,7 +55,7 @@ def test_kernel(dtype, replay, K, W, erases, expected):
         jax.eval_shape(ask, x, pool)
         return found[0]
 
-    known = ("mixer", "ring", "states")
+    known = ("decode", "ring", "states")
     assert find(False) == (expected if expected in known else None)
     if expected not in known:
         with pytest.raises(NotImplementedError, match=f'"fused" .*{re.escape(expected)}.*: use implementation="xla"'):

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
-from chunkwise.shared.serving.decode import token_by_token
-from chunkwise.shared.serving.decode_kernel import recurrent_cost
+from chunkwise.shared.serving.few_tokens import token_by_token
 from chunkwise.shared.serving.slot_rows import read_states, write_states
+from chunkwise.shared.serving.states_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference

@@ -8,7 +8,7 @@ import pytest
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
-from chunkwise.shared.serving import choose, mixer_launch
+from chunkwise.shared.serving.decode import choose, launch
 from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
@@ -59,12 +59,12 @@ CASES = {
 def few_states_a_step(monkeypatch):
     """Let a grid step take some sequences of two value heads, so that there are several, and less to compile."""
     for name, states in (("_STATES", 8), ("_MORE_STATES", 4)):
-        monkeypatch.setattr(mixer_launch, name, states)
+        monkeypatch.setattr(launch, name, states)
 
 
 def takes(mixer, conv, pool, slots) -> bool:
     """Return whether the kernel takes decodes of a layer."""
-    return choose.kernel_of("fused", mixer, pool, slots, conv=conv) == "mixer"
+    return choose.kernel_of("fused", mixer, pool, slots, conv=conv) == "decode"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -148,8 +148,8 @@ RULES = [(False, True, jnp.bfloat16), (True, False, jnp.float32)]
 @pytest.mark.parametrize(("per_channel", "delta", "dtype"), RULES)
 def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
     used = []
-    launch = mixer_launch.launch
-    monkeypatch.setattr(mixer_launch, "launch", lambda *args: (used.append(args), launch(*args))[1])
+    launch_it = launch.launch
+    monkeypatch.setattr(launch, "launch", lambda *args: (used.append(args), launch_it(*args))[1])
     x = make_inputs(B=3, T=1, H=1, HV=2, K=128, V=128, per_channel=per_channel)
     x = {name: y for name, y in x.items() if delta or name != "beta"}
     pool = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, 128, 128)), dtype)
@@ -173,7 +173,7 @@ def test_what_it_does_not_take():
     assert not takes(other, conv, plain, slots)
     # Decodes of several tokens have several slots of the convolution for a ring.
     wide = tuple(jnp.concatenate([y, y]) for y in conv)
-    two = mixer._replace(static=mixer.static._replace(decode_tokens=2))
+    two = mixer._replace(static=mixer.static.with_tokens(2))
     fits = [takes(x, y, pool, slots) for x, y in ((mixer, wide), (two, conv), (two, wide))]
     assert fits == [False, False, True]
     assert not takes(two, conv, plain, slots)
@@ -194,8 +194,8 @@ def test_operations(options, most, monkeypatch):
     monkeypatch.undo()
     mixer, conv, pool = mixer_suite.make(2, 4, **options)
     args = jnp.asarray(mixer_suite.boundaries()), mixer_suite.slots()
-    (launch,) = traced.launches(lambda *pools: mixer_launch.launch(mixer, *pools, *args), conv, pool)
-    assert 0.8 * most < launch.operations <= most
+    (found,) = traced.launches(lambda *pools: launch.launch(mixer, *pools, *args), conv, pool)
+    assert 0.8 * most < found.operations <= most
 
 
 @pytest.mark.tpu
@@ -209,7 +209,7 @@ def test_compiles_as_one_launch(case, chip):
     mixer, conv, pool = mixer_suite.make(H, HV, **options)
 
     def run(arrays, *args):
-        return mixer_launch.launch(arrays._replace(static=mixer.static), *args)
+        return launch.launch(arrays._replace(static=mixer.static), *args)
 
     arrays = mixer._replace(static=None)
     specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, pool))

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from chunkwise import layers
 from chunkwise.layers import running
-from chunkwise.shared.serving import mixer_launch
+from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
 from tests_e2e.mesh.meshes import MODES, P, collectives, make_mesh
 
@@ -44,7 +44,7 @@ def between_projections(monkeypatch):
     A grid step takes one sequence, so that there is less to compile.
     """
     monkeypatch.setattr(running, "project_out", lambda o, weight, x: o)
-    monkeypatch.setattr(mixer_launch, "_STATES", 1)
+    monkeypatch.setattr(launch, "_STATES", 1)
 
 
 def assert_one_launch(run, mesh, values, specs, sharding) -> None:

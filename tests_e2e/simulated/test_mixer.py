@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.shared.serving import mixer_launch
+from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
 from tests import mixer_suite
 
@@ -23,7 +23,7 @@ THOROUGH = dict(test_decodes=lambda case: case not in ("kda_int8_ring", "slots")
 def test_decodes(case, monkeypatch):
     # Two sequences a grid step: so buffers are used again.
     for name in ("_STATES", "_MORE_STATES"):
-        monkeypatch.setattr(mixer_launch, name, 2 * CASES[case]["HV"])
+        monkeypatch.setattr(launch, name, 2 * CASES[case]["HV"])
     mixer, conv, pool = mixer_suite.make(**CASES[case])
     o, _, after = mixer_suite.decode(mixer, conv, pool)
     want_o, _, want = mixer_suite.reference(mixer, conv, mixer_suite.states_before(mixer, pool))

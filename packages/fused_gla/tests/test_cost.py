@@ -4,7 +4,7 @@ import pytest
 
 from chunkwise.fused_gla import chunk_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.cost import cost
-from chunkwise.shared.serving.decode_kernel import recurrent_cost
+from chunkwise.shared.serving.states_kernel import recurrent_cost
 from tests.documents import documented_flops
 
 SIZES = dict(B=2, T=64, K=8, V=4)

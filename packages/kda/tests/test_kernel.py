@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from chunkwise.kda import chunk_kda, recurrent_kda, tile
 from chunkwise.kda.cost import cost
 from chunkwise.shared.kernels.tiles import LOG2_E
-from chunkwise.shared.serving.decode_kernel import recurrent_cost
+from chunkwise.shared.serving.states_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.transforms import text_for_tpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
-from chunkwise.shared.serving import mixer_launch
+from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
 
 CONFIGS = {
@@ -28,7 +28,7 @@ SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 def few_states_a_step(monkeypatch):
     """Let a grid step take two sequences, so that there are several, and less to compile."""
     for name in ("_STATES", "_MORE_STATES"):
-        monkeypatch.setattr(mixer_launch, name, 4)
+        monkeypatch.setattr(launch, name, 4)
 
 
 def step(name, decodes):
@@ -69,7 +69,7 @@ def test_one_launch(name):
 
 def test_one_launch_over_rings(monkeypatch):
     """Decodes over rings are one launch, and fill the rings of slots that a cache has left empty."""
-    monkeypatch.setattr(mixer_launch, "_MORE_STATES", 2)
+    monkeypatch.setattr(launch, "_MORE_STATES", 2)
     config = CONFIGS["gated_delta_net"]
     weights = layers.init_gated_delta_net(jax.random.key(0), config)
     x = jax.random.normal(jax.random.key(1), (7, 2, 1, config.D))

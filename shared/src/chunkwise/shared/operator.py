@@ -20,7 +20,7 @@ from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.mesh import devices, partition
-from chunkwise.shared.serving import decode, run
+from chunkwise.shared.serving import few_tokens, run
 
 # The options that are read where an operator runs token by token.
 _OF_TOKENS = frozenset({"use_qk_l2norm_in_kernel", "min_gate", "erase_before_decay"})
@@ -60,10 +60,10 @@ class Operator:
             x = x._replace(slots=None)
         x, options = self._taken(x, options)
         x = arguments.check_shared(x, options)
-        decode.check_states(x)
+        few_tokens.check_states(x)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         known = {
-            each: Implementation(each, functools.partial(decode.run_tokens, name, each, strict), options=_OF_TOKENS)
+            each: Implementation(each, functools.partial(few_tokens.run_tokens, name, each, strict), options=_OF_TOKENS)
             for each in ("fused", "xla")
         }
         chosen = implementations.choose(known, implementation, x, options)

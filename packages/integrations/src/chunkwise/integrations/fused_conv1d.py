@@ -10,9 +10,8 @@ from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simpl
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation
-from chunkwise.shared.serving.mixer import Step, static_of
-from chunkwise.shared.serving.mixer_tile import Mixer
-from chunkwise.shared.serving.one_launch import in_one_launch
+from chunkwise.shared.serving.decode.records import Decodes, static_of
+from chunkwise.shared.serving.decode.step import Step, in_one_launch
 from chunkwise.shared.serving.state_pool import StatePool
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]
@@ -139,7 +138,7 @@ def _delta_rule(
 
     weight, bias, _ = conv
     (H, K), _, (HV, V) = sizes
-    mixer = Mixer(
+    mixer = Decodes(
         static_of(H, HV, K, V, GateActivation(**gates)), (qkv,), a.reshape(len(a), -1), b, None, (weight[:, 0],),
         () if bias is None else (bias,), A_log, dt_bias,
     )  # fmt: skip

@@ -19,10 +19,10 @@ from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.mesh import partition
-from chunkwise.shared.serving import choose, mixer_launch, state_pool
-from chunkwise.shared.serving.mixer import Step, static_of
-from chunkwise.shared.serving.mixer_tile import Mixer, OutputNorm
-from chunkwise.shared.serving.one_launch import in_one_launch
+from chunkwise.shared.serving import state_pool
+from chunkwise.shared.serving.decode import choose, launch
+from chunkwise.shared.serving.decode.records import Decodes, OutputNorm, static_of
+from chunkwise.shared.serving.decode.step import Step, in_one_launch
 from chunkwise.shared.serving.state_pool import StatePool
 
 _VALUES = partition.Layout(
@@ -85,7 +85,7 @@ def over_step(
             return one_after_the_other(run, config, operators, *arrays, **law, **options)
         return _on_devices(over_step, division, run, config, operators, options, *tree)
     mixer, pool = _mixer(config, *arrays, **law, **options), state_pool.as_pool(run.pool.state)
-    mixer = mixer._replace(static=mixer.static._replace(decode_tokens=run.decode_tokens or 1))
+    mixer = mixer._replace(static=mixer.static.with_tokens(run.decode_tokens or 1))
     slots = Slots(**{name: run.slots[name] for name in Slots._fields if name != "block_state_indices"})
 
     def others() -> Step:
@@ -114,7 +114,7 @@ def over_token(
     def together(cache, _, arrays, A_log, dt_bias):
         mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
         boundaries = jnp.arange(slots.num_decodes + 1, dtype=jnp.int32)
-        o, conv, pool = mixer_launch.launch(mixer, cache.conv, StatePool(cache.state), boundaries, slots)
+        o, conv, pool = launch.launch(mixer, cache.conv, StatePool(cache.state), boundaries, slots)
         return o.reshape(-1, 1, config.HV, config.V), running.Cache(conv, pool.states)
 
     if (division := _find_division(run, config, arrays)) is None:
@@ -177,10 +177,10 @@ def _on_devices(
 def _mixer(
     config: config.LayerConfig, projected, conv, g, beta, z, weight, *, A_log, dt_bias, activation: str, eps: float,
     **gates: Any,
-) -> Mixer:  # fmt: skip
+) -> Decodes:  # fmt: skip
     """Return the mixer of all tokens, one row after the other."""
     rows = lambda x: x.reshape(-1, x.shape[2])
     activations = GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates)
     static = static_of(config.H, config.HV, config.K, config.V, activations, OutputNorm(activation, eps))
     tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
-    return Mixer(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)
+    return Decodes(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)

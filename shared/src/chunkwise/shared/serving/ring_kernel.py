@@ -17,7 +17,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import launcher, layout, pools, tiles
 from chunkwise.shared.serving import ring, ring_tile, state_pool
-from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
 # Buffers of slots: one is filled, one is in use, and the others are written out. With a power of two the buffer of a
@@ -259,7 +259,7 @@ def _stores(refs: RingRefs, s: DecodeStatic, n, act) -> None:
 def launch(
     static: DecodeStatic, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None
 ) -> tuple[jax.Array, StatePool]:
-    """Run decodes over a pool with rings; `decode_kernel.launch` documents the arguments and results.
+    """Run decodes over a pool with rings; `states_kernel.launch` documents the arguments and results.
 
     With `accepted`, int32 [N], so many tokens of the last decode of each slot are kept; None keeps all.
     """

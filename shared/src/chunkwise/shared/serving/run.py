@@ -1,7 +1,7 @@
 """A serving step of any operator: the sequences that a scheduler packed into a stream, over one pool of states.
 
 `step_table` says which sequences decode and which are prefills. Decodes go token by token, by a kernel of
-`mixer_kernel`, `decode_kernel` or `ring_kernel`. Prefills go chunk by chunk. Decodes and prefills change the pool in
+`decode`, `states_kernel` or `ring_kernel`. Prefills go chunk by chunk. Decodes and prefills change the pool in
 place.
 """
 
@@ -18,18 +18,9 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.serving import (
-    choose,
-    decode,
-    decode_kernel,
-    mixer,
-    mixer_launch,
-    ring,
-    ring_kernel,
-    state_pool,
-    step_table,
-)
-from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving import few_tokens, ring, ring_kernel, state_pool, states_kernel, step_table
+from chunkwise.shared.serving.decode import choose, launch, records
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
 # The names of the arguments [B, T, ...].
@@ -230,14 +221,14 @@ def _decode(
     kernel = choose.kernel_of(implementation, x, pool, slots, static, strict=strict)
     if kernel is None:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
-    elif kernel == "mixer":
-        rule: Any = mixer.of_rule(static, x)
-        made, _, pool = mixer_launch.launch(rule, (), pool, step.boundaries, slots)
+    elif kernel == "decode":
+        rule: Any = records.of_rule(static, x)
+        made, _, pool = launch.launch(rule, (), pool, step.boundaries, slots)
         made = made.reshape(x.v.shape)
     elif kernel == "ring":
         made, pool = ring_kernel.launch(static, x, pool, routes, accepted)
     else:
-        made, states = decode_kernel.launch(static, x, pool.states, routes)
+        made, states = states_kernel.launch(static, x, pool.states, routes)
         pool = pool._replace(states=states)
     return launcher.scaled(made, scale), pool
 
@@ -256,7 +247,7 @@ def _plain_tokens(
     if static.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     before = state_pool.read(pool, routes.source, accepted)
-    o, states, writes = decode.token_by_token(
+    o, states, writes = few_tokens.token_by_token(
         q, k, v, g, beta, static.scale, before, None, False, p, True, static.erase_before_decay
     )  # fmt: skip
     if pool.replay:

@@ -1,4 +1,4 @@
-"""Reads of keys and queries from the states and rings of a grid step of `mixer_kernel`.
+"""Reads of keys and queries from the states and rings of a grid step of `decode.kernel`.
 
 `n` sequences have their slots in buffer b. Their tokens are m rows, a multiple of n. A factor [m, K] for each value
 head multiplies the keys and queries that read a state: the decays of channels over the ring, and the scales of a state
@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.serving import mixer_ring, mixer_tile, ring_tile
-from chunkwise.shared.serving.mixer_refs import MixerRefs
-from chunkwise.shared.serving.mixer_tile import MixerStatic
+from chunkwise.shared.serving import ring_tile
+from chunkwise.shared.serving.decode import ring, tile
+from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 
-def read_states(refs: MixerRefs, s: MixerStatic, b, counts, q, k, decays) -> tuple[list[jax.Array], list[jax.Array]]:
+def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the values that keys and queries read from decayed states and rings, [m, V] for every value head.
 
     Args:
@@ -60,10 +61,10 @@ def read_states(refs: MixerRefs, s: MixerStatic, b, counts, q, k, decays) -> tup
         of_ring = _read_rings(refs, s, b, counts, weights)
     S_k, S_q = [], []
     for h in range(s.HV):
-        first, row = 8 * m * h, mixer_tile.row_of(h, s)
+        first, row = 8 * m * h, tile.row_of(h, s)
         found: list[Any]
         if on_matrix_unit:
-            of_part = [refs.products[pl.ds(first + j, m, stride=8), :] for j in range(2 * mixer_tile.PARTS)]
+            of_part = [refs.products[pl.ds(first + j, m, stride=8), :] for j in range(2 * tile.PARTS)]
             found = [sum(of_part[0::2]), sum(of_part[1::2])]
         else:
             found = [refs.products[first + j * m : first + (j + 1) * m, :] for j in range(2)]
@@ -75,22 +76,22 @@ def read_states(refs: MixerRefs, s: MixerStatic, b, counts, q, k, decays) -> tup
     return S_k, S_q
 
 
-def _factors(refs: MixerRefs, s: MixerStatic, b) -> list[jax.Array]:
+def _factors(refs: DecodeRefs, s: KernelStatic, b) -> list[jax.Array]:
     """Return the factor of every value head; an empty list if there is none."""
     n, factors = refs.before.shape[1], []
     if refs.starts is not None:
-        factors.append([refs.starts[pl.ds(mixer_tile.row_of(h, s), n, stride=s.HV), :] for h in range(s.HV)])
+        factors.append([refs.starts[pl.ds(tile.row_of(h, s), n, stride=s.HV), :] for h in range(s.HV)])
     if refs.scale_in is not None:
         factors.append([refs.scale_in[b, :, h] for h in range(s.HV)])
     return [_each(functools.reduce(operator.mul, of_head), s) for of_head in zip(*factors, strict=True)]
 
 
-def _each(x: jax.Array, s: MixerStatic) -> jax.Array:
+def _each(x: jax.Array, s: KernelStatic) -> jax.Array:
     """Return the rows of sequences [n, lanes] for all of their tokens, [m, lanes]."""
     return jnp.concatenate([x] * s.decode_tokens)
 
 
-def _read_alone(refs: MixerRefs, b, head: int, rows: list[jax.Array]) -> None:
+def _read_alone(refs: DecodeRefs, b, head: int, rows: list[jax.Array]) -> None:
     """Put the products of keys and queries with the states of a value head into a buffer, by the vector unit."""
     n, m = refs.before.shape[1], refs.rows.shape[0]
     for place in range(n):
@@ -98,10 +99,10 @@ def _read_alone(refs: MixerRefs, b, head: int, rows: list[jax.Array]) -> None:
         for row in range(place, m, n):
             for j, x in enumerate(rows):
                 at = 8 * m * head + j * m + row
-                refs.products[at : at + 1, :] = mixer_tile.read_on_vector_unit(S, x[row : row + 1])
+                refs.products[at : at + 1, :] = tile.read_on_vector_unit(S, x[row : row + 1])
 
 
-def _read_together(refs: MixerRefs, s: MixerStatic, b, heads) -> None:
+def _read_together(refs: DecodeRefs, s: KernelStatic, b, heads) -> None:
     """Store the products of parts of keys and queries with the states of the value heads that share these parts.
 
     The states lie side by side, because the matrix unit of most chips has 256 columns.
@@ -109,17 +110,17 @@ def _read_together(refs: MixerRefs, s: MixerStatic, b, heads) -> None:
     n, m = refs.before.shape[1], refs.rows.shape[0]
     for place in range(n):
         # The rows of a sequence.
-        first = mixer_tile.row_of(heads[0], s) * m
+        first = tile.row_of(heads[0], s) * m
         some = [refs.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
         S = jnp.concatenate([refs.before[b, place, h].astype(jnp.bfloat16) for h in heads], axis=1)
-        y = mixer_tile.read_on_matrix_unit(S, jnp.concatenate(some))
+        y = tile.read_on_matrix_unit(S, jnp.concatenate(some))
         for j, h in enumerate(heads):
             for t, row in enumerate(range(place, m, n)):
                 first = 8 * (m * h + row)
                 refs.products[first : first + 8, :] = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
 
 
-def _split_rows(parts: jax.Ref, s: MixerStatic, rows) -> None:
+def _split_rows(parts: jax.Ref, s: KernelStatic, rows) -> None:
     """Store parts of keys and queries of every value head, so that a load with a stride has the rows of a sequence.
 
     Row (j HV + r H + h) m + i is part j of row i of head h R + r: parts of keys and queries in turn, then two of
@@ -127,49 +128,49 @@ def _split_rows(parts: jax.Ref, s: MixerStatic, rows) -> None:
     """
     m = len(rows[0][0])
     for h, some in enumerate(rows):
-        pairs = zip(*map(mixer_tile.exact_parts, some), strict=True)
+        pairs = zip(*map(tile.exact_parts, some), strict=True)
         found = [part for pair in pairs for part in pair]
         for j in range(8):
-            at = (j * s.HV + mixer_tile.row_of(h, s)) * m
+            at = (j * s.HV + tile.row_of(h, s)) * m
             parts[at : at + m, :] = found[j] if j < len(found) else jnp.zeros_like(found[0])
 
 
-def _score_rings(refs: MixerRefs, parts: jax.Ref, s: MixerStatic, b, counts) -> jax.Array:
+def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -> jax.Array:
     """Return the products of keys and queries with the keys of rings, [m 2 HV, L H], sequence by sequence.
 
     With gates per channel the keys are decayed, and the decays of states over rings are stored.
     """
     n, m, dtype = refs.before.shape[1], refs.rows.shape[0], refs.ring_key.dtype
-    some = mixer_ring.parts_of(dtype) * 2 * s.HV
+    some = ring.parts_of(dtype) * 2 * s.HV
     rows = [[parts[pl.ds(row, some, stride=m), :] for row in range(place, m, n)] for place in range(n)]
     keys = []
     for place, count in enumerate(counts):
         if refs.starts is None:
             keys.append(ring_tile.exact_parts(refs.ring_key[b, place][None], dtype))
             continue
-        left, start = mixer_ring.decayed_keys(refs.ring_key[b, place], refs.ring_gate[b, place], count, s.HV)
+        left, start = ring.decayed_keys(refs.ring_key[b, place], refs.ring_gate[b, place], count, s.HV)
         refs.starts[place * s.HV : (place + 1) * s.HV, :] = start
-        keys.append(mixer_ring.in_parts(left, dtype))
-    return mixer_ring.score(rows, keys, [count * jnp.int32(s.H) for count in counts], s.HV)
+        keys.append(ring.in_parts(left, dtype))
+    return ring.score(rows, keys, [count * jnp.int32(s.H) for count in counts], s.HV)
 
 
-def _weigh_rings(refs: MixerRefs, s: MixerStatic, b, counts, scores) -> tuple[Any, list[tuple[jax.Array, ...]]]:
+def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[Any, list[tuple[jax.Array, ...]]]:
     """Return the decays of states over rings [n, HV], None with gates per channel, and the weights of writes."""
     n, dtype = refs.before.shape[1], refs.ring_write.dtype
     if refs.starts is not None:
-        return None, mixer_ring.weigh(scores, None, n, s.HV, dtype)
-    gates = [mixer_ring.existing(refs.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
+        return None, ring.weigh(scores, None, n, s.HV, dtype)
+    gates = [ring.existing(refs.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
     # Once for keys and once for queries of each token.
     copies = 2 * s.decode_tokens
-    left, start = mixer_ring.remaining([jnp.concatenate([x] * copies, axis=1) for x in gates], s.HV)
-    return start, mixer_ring.weigh(scores, left, n, s.HV, dtype)
+    left, start = ring.remaining([jnp.concatenate([x] * copies, axis=1) for x in gates], s.HV)
+    return start, ring.weigh(scores, left, n, s.HV, dtype)
 
 
-def _read_rings(refs: MixerRefs, s: MixerStatic, b, counts, weights) -> list[list[jax.Array]]:
+def _read_rings(refs: DecodeRefs, s: KernelStatic, b, counts, weights) -> list[list[jax.Array]]:
     """Return the values that keys and queries read from rings, [m, V] each, for every row of the order [R, H]."""
     n, rows = refs.before.shape[1], 2 * s.HV * s.decode_tokens
     for place, (x, count) in enumerate(zip(weights, counts, strict=True)):
-        values = mixer_ring.read(x, refs.ring_write[b, place], count, s.HV)
+        values = ring.read(x, refs.ring_write[b, place], count, s.HV)
         refs.ring_reads[place * rows : (place + 1) * rows, :] = values
     load = lambda first: jnp.concatenate(
         [refs.ring_reads[pl.ds(row, n, stride=rows), :] for row in range(first, rows, 2 * s.HV)]

@@ -10,14 +10,17 @@ from jax import lax
 
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Slots
-from chunkwise.shared.serving import choose, mixer, mixer_launch, step_table
-from chunkwise.shared.serving.mixer import Step
-from chunkwise.shared.serving.mixer_tile import Mixer
+from chunkwise.shared.serving import step_table
+from chunkwise.shared.serving.decode import choose, launch
+from chunkwise.shared.serving.decode.records import Decodes
 from chunkwise.shared.serving.state_pool import StatePool
+
+# The output of a step [T, HV V], the pools of its convolutions and the pool of its states.
+Step = tuple[jax.Array, tuple[jax.Array, ...], StatePool]
 
 
 def in_one_launch(
-    x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots,
+    x: Decodes, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots,
     implementation: str | None, otherwise: Callable[[], Step],
 ) -> Step:  # fmt: skip
     """Return the result of a serving step: by one launch if all of its sequences decode, else otherwise().
@@ -34,10 +37,10 @@ def in_one_launch(
     given, slots = slots, step_table.with_counts(Slots(*map(checks.as_int32, slots)))
     if not pool.replay:
         # A decode has a slot for each of its tokens.
-        x = x._replace(static=x.static._replace(decode_tokens=mixer.columns(slots)))
+        x = x._replace(static=x.static.with_tokens(choose.columns(slots)))
     if slots.num_decodes is None or choose.kernel_of(implementation, x, pool, slots, conv=conv) is None:
         return otherwise()
-    together = functools.partial(mixer_launch.launch, x, conv, pool, checks.as_int32(cu_seqlens), slots)
+    together = functools.partial(launch.launch, x, conv, pool, checks.as_int32(cu_seqlens), slots)
     N = slots.state_indices.shape[0]
     sequences = N if given.num_sequences is None else given.num_sequences
     if all(isinstance(count, numbers.Integral) for count in (given.num_decodes, sequences)):

@@ -1,4 +1,4 @@
-"""The Refs of the kernel of `mixer_kernel`."""
+"""The Refs of the kernel of `decode.kernel`."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from chunkwise.shared.kernels import packed
 _ARRAYS = 3
 
 
-class MixerRefs(NamedTuple):
+class DecodeRefs(NamedTuple):
     """The Refs of the kernel. Queries, keys and values are channels of one array or of three.
 
     Attributes:

@@ -6,114 +6,20 @@ No operation mixes rows of different sequences, so NaN and infinity in one seque
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import activations, gate_activation, packed, tiles
+from chunkwise.shared.kernels import activations, tiles
+from chunkwise.shared.serving.decode.records import KernelStatic, OutputNorm
 
 # How many bfloat16 numbers have a float32 number as their sum.
 PARTS = 3
 
 
-class OutputNorm(NamedTuple):
-    """The gated norm of the output.
-
-    Attributes:
-      activation: the activation of the gate.
-      eps: added to the mean of the squares.
-    """
-
-    activation: str | None
-    eps: float
-
-
-class MixerStatic(NamedTuple):
-    """The static description of a launch.
-
-    Attributes:
-      H, HV, K, V: key heads, value heads and their channels.
-      scale: the number that multiplies the output.
-      law: the law of raw gates; None if gates are decays in nats.
-      step_size: the factor of the sigmoids of raw step sizes; None if step sizes are final.
-      normalise: whether queries and keys get unit length.
-      activation: the activation of the convolution.
-      norm: the norm of the output, or None.
-      name: the name of the kernel.
-      decode_tokens: the most tokens of a decode.
-    """
-
-    H: int
-    HV: int
-    K: int
-    V: int
-    scale: float
-    law: gate_activation.Law | None
-    step_size: float | None
-    normalise: bool
-    activation: str | None
-    norm: OutputNorm | None
-    name: str
-    decode_tokens: int = 1
-
-    @property
-    def group(self) -> int:
-        """Value heads of a key head."""
-        return self.HV // self.H
-
-
-class Mixer(NamedTuple):
-    """The arrays of a layer between its projections, or of an operator alone, for a stream of T tokens.
-
-    Attributes:
-      static: the static description.
-      x: channels of queries, keys and values before the convolution, in one array [T, channels] or in three.
-      g: decays in nats, or raw gates, [T, HV] or [T, HV K].
-      beta: step sizes, raw or final, [T, HV]; None without the delta rule.
-      z: gates of the output [T, HV V], or None.
-      weight, bias: weights and biases of the convolution, [channels, W] and [channels] for every array of x; empty if
-        there are none.
-      A_log, dt_bias: the arrays of the law, [HV], and [HV] or [HV, K]; None for zeros.
-      norm: the weight of the norm, [V], or None.
-    """
-
-    static: MixerStatic
-    x: tuple[jax.Array, ...]
-    g: jax.Array
-    beta: jax.Array | None = None
-    z: jax.Array | None = None
-    weight: tuple[jax.Array, ...] = ()
-    bias: tuple[jax.Array, ...] = ()
-    A_log: jax.Array | None = None
-    dt_bias: jax.Array | None = None
-    norm: jax.Array | None = None
-
-    @property
-    def tokens(self) -> dict[str, jax.Array]:
-        """The arrays of tokens, by their names in `MixerRefs`."""
-        named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
-        return {name: y for name, y in named.items() if y is not None}
-
-    @property
-    def lanes(self) -> int:
-        """The lanes of a token, with each of its arrays in whole registers."""
-        return sum(packed.pad_lanes(y.shape[1]) for y in self.tokens.values())
-
-    @property
-    def constants(self) -> dict[str, jax.Array]:
-        """The arrays that all tokens share, by their names in `MixerRefs`: rows, except the weights of convolutions."""
-        rows = {f"b{j}": y for j, y in enumerate(self.bias)} | {"norm": self.norm}
-        if self.static.law is not None:
-            zeros = lambda size: jnp.zeros(size, jnp.float32)
-            rows["A_log"] = zeros(self.static.HV) if self.A_log is None else self.A_log
-            rows["dt_bias"] = zeros(self.g.shape[1]) if self.dt_bias is None else self.dt_bias
-        rows = {name: y.reshape(1, -1) for name, y in rows.items() if y is not None}
-        return {f"w{j}": y for j, y in enumerate(self.weight)} | rows
-
-
-def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s: MixerStatic) -> jax.Array:
+def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s: KernelStatic) -> jax.Array:
     """Return the convolution of the last W inputs, the oldest first, [n, C] each, with a weight [W, C]."""
     y = taps[0] * weight[:1]
     for j, tap in enumerate(taps[1:], 1):
@@ -121,17 +27,17 @@ def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s
     return activations.activate(y if bias is None else y + bias, s.activation)
 
 
-def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: MixerStatic) -> jax.Array:
+def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: KernelStatic) -> jax.Array:
     """Return gates [n, lanes] as decays in nats; with a law, which takes A_log and dt_bias, the gates are raw."""
     return g if s.law is None else s.law.decay(g, *s.law.in_range(A_log, dt_bias))
 
 
-def step_size(beta: jax.Array, s: MixerStatic) -> jax.Array:
+def step_size(beta: jax.Array, s: KernelStatic) -> jax.Array:
     """Return the final step sizes [n, HV]."""
     return beta if s.step_size is None else s.step_size * jax.nn.sigmoid(beta)
 
 
-def by_token(x: jax.Array, s: MixerStatic) -> list[jax.Array]:
+def by_token(x: jax.Array, s: KernelStatic) -> list[jax.Array]:
     """Return the rows of each token of decodes, [n, lanes] each: the rows of a token are one after the other."""
     if s.decode_tokens == 1:
         return [x]
@@ -139,12 +45,12 @@ def by_token(x: jax.Array, s: MixerStatic) -> list[jax.Array]:
     return [x[t * n : (t + 1) * n] for t in range(s.decode_tokens)]
 
 
-def accumulate(g: jax.Array, s: MixerStatic) -> jax.Array:
+def accumulate(g: jax.Array, s: KernelStatic) -> jax.Array:
     """Return the sums of gates from the first token of each decode to each of its tokens."""
     return jnp.concatenate(list(itertools.accumulate(by_token(g, s), jnp.add)))
 
 
-def run_rule(q, k, v, g, beta, S_k, S_q, s: MixerStatic) -> tuple[jax.Array, jax.Array]:
+def run_rule(q, k, v, g, beta, S_k, S_q, s: KernelStatic) -> tuple[jax.Array, jax.Array]:
     """Return the values that tokens write, and their outputs, [rows, V] for a value head.
 
     Args:
@@ -176,12 +82,12 @@ def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: OutputNorm) -> j
     return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.activation)
 
 
-def row_of(h: int, s: MixerStatic) -> int:
+def row_of(h: int, s: KernelStatic) -> int:
     """Return the row of value head h in the order [R, H] of rings: value head k R + r is in row r H + k."""
     return h % s.group * s.H + h // s.group
 
 
-def by_row(x, s: MixerStatic) -> list:
+def by_row(x, s: KernelStatic) -> list:
     """Return a list over value heads in the order of these rows."""
     return [x[h] for h in sorted(range(s.HV), key=lambda h: row_of(h, s))]
 

@@ -1,4 +1,4 @@
-"""The launch of `mixer_kernel`: sequences of a grid step, buffers, and the cost."""
+"""The launch of `decode.kernel`: sequences of a grid step, buffers, and the cost."""
 
 import functools
 from typing import Any
@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.kernels import chunking, launcher, packed
-from chunkwise.shared.serving import mixer_kernel
-from chunkwise.shared.serving.mixer_refs import MixerRefs
-from chunkwise.shared.serving.mixer_tile import Mixer, MixerStatic
+from chunkwise.shared.serving.decode import copies, kernel, table
+from chunkwise.shared.serving.decode.records import Decodes, KernelStatic
+from chunkwise.shared.serving.decode.refs import DecodeRefs
 from chunkwise.shared.serving.state_pool import StatePool
 
 # The most states of a grid step, the most value heads, and the most tokens of a decode: the kernel has code for each of
@@ -28,7 +28,7 @@ _RING_HEADS = 8
 _RING_SLOTS = 2**14
 
 
-def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | None:
+def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
     s, states = x.static, pool.states
     whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
@@ -49,12 +49,12 @@ def sequences_a_step(x: Mixer, conv: tuple, pool: StatePool, N: int) -> int | No
         # Keys and writes have eight rows for each token at most, and gates too, or a register for eight tokens.
         slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + (8 if _by_channel(pool) else 1))
     buffers = 2 * slot + (1 + targets_of(x, pool)) * state
-    each = mixer_kernel.BUFFERS * buffers + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
+    each = copies.BUFFERS * buffers + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
-def _takes_rings(x: Mixer, pool: StatePool) -> bool:
+def _takes_rings(x: Decodes, pool: StatePool) -> bool:
     """Return whether the kernel takes decodes over these rings: a few heads of one register each.
 
     With gates per channel every value head has its key.
@@ -84,18 +84,18 @@ def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> lis
     return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * states <= max(most, states)]
 
 
-def targets_of(x: Mixer, pool: StatePool) -> int:
+def targets_of(x: Decodes, pool: StatePool) -> int:
     """Return how many slots a sequence writes: without rings one for each token of a decode."""
     return 1 if pool.replay else x.static.decode_tokens
 
 
-def _rows(x: Mixer, N: int) -> int:
+def _rows(x: Decodes, N: int) -> int:
     """Return how many tokens the kernel sees: as many as N decodes can have, rounded up to registers of every type."""
     return min(x.x[0].shape[0], packed.round_up(N * x.static.decode_tokens, 32))
 
 
 def launch(
-    x: Mixer, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
+    x: Decodes, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots
 ) -> tuple[jax.Array, tuple[jax.Array, ...], StatePool]:
     """Run the first tokens of a stream, which are its decodes.
 
@@ -129,8 +129,8 @@ def launch(
     held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = lambda y, *each: pltpu.VMEM((mixer_kernel.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
-    scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * mixer_kernel.numbers(targets),), jnp.int32))
+    buffer = lambda y, *each: pltpu.VMEM((copies.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
+    scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * table.numbers(targets),), jnp.int32))
     scratch["tokens"] = T + 1, x.lanes
     m = n * s.decode_tokens
     scratch |= dict(rows=(m, x.lanes), outputs=(T + 1, rows))
@@ -145,7 +145,7 @@ def launch(
         scratch |= dict(scale_in=buffer(pool.scales), scale_out=buffer(pool.scales, *written))
     scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
     if pool.replay:
-        token = lambda y, heads: pltpu.VMEM((mixer_kernel.BUFFERS, n, *each, heads, y.shape[2]), y.dtype)
+        token = lambda y, heads: pltpu.VMEM((copies.BUFFERS, n, *each, heads, y.shape[2]), y.dtype)
         keys, writes, gates = (held[name] for name in ("keys", "writes", "gates"))
         scratch |= dict(ring_key=buffer(keys), ring_write=buffer(writes), ring_gate=buffer(gates))
         scratch |= dict(new_key=token(keys, s.H), new_write=token(writes, s.HV))
@@ -156,11 +156,11 @@ def launch(
             scratch["ring_parts"] = scratch["parts"]
         scratch |= {name: pltpu.SMEM(pool.count.shape, jnp.int32) for name in ("counts", "drafts_of")}
         scratch |= dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
-    scratch |= {name: pltpu.SemaphoreType.DMA((mixer_kernel.BUFFERS,)) for name in ("reads", "stores")}
+    scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
-        functools.partial(mixer_kernel.mixer_kernel, s=s),
-        MixerRefs,
-        name=s.name,
+        functools.partial(kernel.decode_kernel, s=s),
+        DecodeRefs,
+        name=s.rule.name,
         grid=(groups,),
         dimension_semantics=("arbitrary",),
         tables=tables,
@@ -183,7 +183,7 @@ def launch(
     )
 
 
-def _cost(N: int, targets: int, held: dict[str, jax.Array], s: MixerStatic) -> pl.CostEstimate:
+def _cost(N: int, targets: int, held: dict[str, jax.Array], s: KernelStatic) -> pl.CostEstimate:
     """Return the cost of N decodes: each reads a slot, and writes some."""
     slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
     return pl.CostEstimate(

@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared.kernels import matmul, tiles
-from chunkwise.shared.serving import mixer_tile, ring_tile
+from chunkwise.shared.serving import ring_tile
+from chunkwise.shared.serving.decode import tile
 
 
 def existing(x: jax.Array, count, rows: int) -> jax.Array:
@@ -173,9 +174,9 @@ def _decayed_keys_of_heads(keys, gates, count, HV: int, rows: int) -> tuple[jax.
 
 def parts_of(dtype) -> int:
     """Return how many parts a factor beside a ring of this type has."""
-    return mixer_tile.PARTS if dtype == jnp.float32 else mixer_tile.PARTS - 1
+    return tile.PARTS if dtype == jnp.float32 else tile.PARTS - 1
 
 
 def in_parts(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
     """Return x in parts for a product with this type, [1, rows, columns] each."""
-    return tuple(y.astype(jnp.bfloat16)[None] for y in mixer_tile.exact_parts(x)[: parts_of(dtype)])
+    return tuple(y.astype(jnp.bfloat16)[None] for y in tile.exact_parts(x)[: parts_of(dtype)])

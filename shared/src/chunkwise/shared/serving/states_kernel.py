@@ -17,35 +17,14 @@ from jax.experimental import pallas as pl
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import launcher, packed, pools, tiles
+from chunkwise.shared.serving.decode.records import DecodeStatic
 
 # VMEM for the states (two buffers for reads, two for writes, and the states of the computation), and for the tokens.
 _STATE_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 15
 _TOKEN_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 
 
-class DecodeStatic(NamedTuple):
-    """The static description of a launch of this kernel or of the kernel in `ring_kernel`, without sizes of arrays.
-
-    Attributes:
-      W: grid steps of a sequence; states may be written to a slot after each step. In `ring_kernel`, the most tokens of
-        a decode.
-      single: whether a grid step takes at most one token; otherwise W is 1, and the step takes all tokens of the
-        sequence.
-      scale: the number by which the kernel multiplies the output.
-      normalise: whether queries and keys are scaled to unit length.
-      name: the name of the kernel.
-      erase_before_decay: whether erase keys read the state before the decay.
-    """
-
-    W: int
-    single: bool
-    scale: float
-    normalise: bool
-    name: str
-    erase_before_decay: bool = False
-
-
-class DecodeRefs(NamedTuple):
+class StatesRefs(NamedTuple):
     """The Refs of the kernel: scalar tables, then tokens of all sequences one after the other, then states.
 
     `heads` is the number of value heads of a grid step, and `keys` the number of its key heads.
@@ -82,7 +61,7 @@ class DecodeRefs(NamedTuple):
     p: jax.Ref
 
 
-def _decode_kernel(refs: DecodeRefs, static: DecodeStatic):
+def _states_kernel(refs: StatesRefs, static: DecodeStatic):
     n, t = pl.program_id(1), pl.program_id(2)
     step = n * jnp.int32(static.W) + t
     group = refs.v.shape[1] // refs.q.shape[1]
@@ -259,8 +238,8 @@ def launch(static: DecodeStatic, x: Arguments, pool: jax.Array, routes: pools.Ro
     tensors |= {n: None if y is None else cut(y, heads) for n, y in dict(v=x.v, g=x.g, beta=beta, p=x.p).items()}
     v, g = tensors["v"], tensors["g"]
     out = launcher.launch(
-        functools.partial(_decode_kernel, static=static),
-        DecodeRefs,
+        functools.partial(_states_kernel, static=static),
+        StatesRefs,
         name=static.name,
         # Blocks of heads are independent; sequences share the block of outputs, so they come one after the other.
         grid=(blocks, N, W),

@@ -4,17 +4,17 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Slots
-from chunkwise.shared.serving import decode_kernel, mixer, mixer_launch, ring_kernel
-from chunkwise.shared.serving.decode_kernel import DecodeStatic
-from chunkwise.shared.serving.mixer_tile import Mixer
+from chunkwise.shared.serving import ring_kernel, states_kernel
+from chunkwise.shared.serving.decode import launch, records
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
 
 def kernel_of(
-    implementation: str | None, x: Mixer | Arguments, pool: StatePool, slots: Slots,
+    implementation: str | None, x: Decodes | Arguments, pool: StatePool, slots: Slots,
     static: DecodeStatic | None = None, conv: tuple = (), strict: bool = False,
 ) -> str | None:  # fmt: skip
-    """Return the kernel that decodes: "mixer", "ring" or "states"; None for plain JAX, or for a layer in parts.
+    """Return the kernel that decodes: "decode", "ring" or "states"; None for plain JAX, or for a layer in parts.
 
     Args:
       implementation: the name of the implementation; None for the best one of the backend.
@@ -31,14 +31,14 @@ def kernel_of(
     """
     if not runs_kernels(implementation, whole=static is None):
         return None
-    if isinstance(x, Mixer):
-        fits = _agrees(x, conv, pool) and _mixer_limit(x, conv, pool, slots) is None
-        return "mixer" if fits else None
+    if isinstance(x, Decodes):
+        fits = _agrees(x, conv, pool) and _decode_limit(x, conv, pool, slots) is None
+        return "decode" if fits else None
     assert static is not None
-    rule = mixer.of_rule(static, x)
-    name, limit = "mixer", "takes no int8 states without a ring where there are erase keys"
+    rule = records.of_rule(static, x)
+    name, limit = "decode", "takes no int8 states without a ring where there are erase keys"
     if rule is not None:
-        limit = _mixer_limit(rule, (), pool, slots)
+        limit = _decode_limit(rule, (), pool, slots)
     # The other kernels take no int8 states without rings.
     if limit is not None and pool.replay:
         name, limit = "ring", _ring_limit(x, pool)
@@ -57,7 +57,7 @@ def runs_kernels(implementation: str | None, whole: bool) -> bool:
     return name == "fused" or (name == "staged" and not whole)
 
 
-def _agrees(x: Mixer, conv: tuple, pool: StatePool) -> bool:
+def _agrees(x: Decodes, conv: tuple, pool: StatePool) -> bool:
     """Return whether the arrays of a layer have shapes that agree; where they do not, its other way has the errors."""
     s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1]
     return (
@@ -71,16 +71,16 @@ def _agrees(x: Mixer, conv: tuple, pool: StatePool) -> bool:
     )
 
 
-def _mixer_limit(x: Mixer, conv: tuple, pool: StatePool, slots: Slots) -> str | None:
-    """Return why the kernel of `mixer_kernel` does not take tokens of these sizes, and slots of this form."""
+def _decode_limit(x: Decodes, conv: tuple, pool: StatePool, slots: Slots) -> str | None:
+    """Return why the kernel of `decode.kernel` does not take tokens of these sizes, and slots of this form."""
     s = x.static
     # The ring of a sequence with one slot says which tokens of its last decode are kept.
-    slots_fit = mixer.columns(slots) == mixer_launch.targets_of(x, pool)
-    if slots_fit and mixer_launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None:
+    slots_fit = columns(slots) == launch.targets_of(x, pool)
+    if slots_fit and launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None:
         return None
     return (
         f"decodes {pool.states.dtype} states without a ring if K and V are multiples of 128, there are at most "
-        f"{mixer_launch.MOST_HEADS} value heads and {mixer_launch.MOST_TOKENS} tokens of a decode, and all tokens fit "
+        f"{launch.MOST_HEADS} value heads and {launch.MOST_TOKENS} tokens of a decode, and all tokens fit "
         f"into VMEM; got K = {s.K}, V = {s.V}, {s.HV} value heads and {s.decode_tokens} tokens"
     )
 
@@ -98,10 +98,10 @@ def _ring_limit(x: Arguments, pool: StatePool) -> str | None:
 
 
 def _states_limit(x: Arguments, pool: StatePool) -> str | None:
-    """Return why the kernel of `decode_kernel` does not take these tokens over this pool."""
+    """Return why the kernel of `states_kernel` does not take these tokens over this pool."""
     if pool.states.dtype == jnp.float16:
         return _no_float16()
-    if decode_kernel.key_heads_a_step(x) is not None:
+    if states_kernel.key_heads_a_step(x) is not None:
         return None
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     return (
@@ -112,3 +112,8 @@ def _states_limit(x: Arguments, pool: StatePool) -> str | None:
 
 def _no_float16() -> str:
     return "takes pools of float32 and bfloat16; got float16"
+
+
+def columns(slots: Slots) -> int:
+    """Return how many slots a sequence has."""
+    return 1 if slots.state_indices.ndim == 1 else slots.state_indices.shape[1]

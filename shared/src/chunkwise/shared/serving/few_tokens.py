@@ -14,8 +14,9 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.kernels import chunking, launcher, pools, tiles
 from chunkwise.shared.plain import recurrence
-from chunkwise.shared.serving import choose, decode_kernel, mixer, mixer_launch, slot_rows
-from chunkwise.shared.serving.decode_kernel import DecodeStatic
+from chunkwise.shared.serving import slot_rows, states_kernel
+from chunkwise.shared.serving.decode import choose, launch, records
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
 
@@ -136,15 +137,15 @@ def _forward(static: DecodeStatic, kernel: str, x: Arguments, pool: jax.Array, s
     B, T = x.q.shape[:2]
     starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
     slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
-    if kernel == "mixer":
-        rule: Any = mixer.of_rule(static, x)
+    if kernel == "decode":
+        rule: Any = records.of_rule(static, x)
         every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-        o, _, after = mixer_launch.launch(rule, (), StatePool(pool), starts, every)
+        o, _, after = launch.launch(rule, (), StatePool(pool), starts, every)
         return o.reshape(x.v.shape), after.states
     source = slot
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
-    return decode_kernel.launch(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
+    return states_kernel.launch(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
 
 
 def _backward(static: DecodeStatic, kernel: str, inputs, cotangents):

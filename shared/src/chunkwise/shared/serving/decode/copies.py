@@ -1,0 +1,94 @@
+"""The copies of slots of the kernel that decodes, between the pools in HBM and its buffers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared.serving.decode import table
+from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.refs import DecodeRefs
+
+# How many buffers the groups of sequences take in turn.
+BUFFERS = 2
+
+
+def copy_counts(refs: DecodeRefs, out: bool = False) -> None:
+    """Copy the numbers of tokens of all rings to scalar memory, or with `out` back."""
+    pairs = (refs.count_out, refs.counts), (refs.drafts_out, refs.drafts_of)
+    copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.counting) for ends in pairs]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
+
+
+def buffer_of(i) -> jax.Array:
+    """Return the buffer of grid step i."""
+    return jnp.bitwise_and(i, jnp.int32(BUFFERS - 1))
+
+
+def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool = False) -> None:
+    """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes.
+
+    With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates".
+    """
+    b, semaphores = buffer_of(i), refs.stores if out else refs.reads
+    # Numbers are read here, because a read under a condition takes longer.
+    places = table.of_step(refs, table.PLACE, i) if refs.has_rings else None
+    convs = table.of_step(refs, table.CONV, i) if refs.has_rings and s.decode_tokens > 1 else None
+
+    def copy(n, slot, *token):
+        place, conv = (slot if x is None else x[n] for x in (places, convs))
+
+        def move(kind):
+            for pool, buffer, *more in _ends(refs, s, kind, slot, place, conv, out):
+                ends = pool, buffer.at[(b, jnp.int32(n), *token, *more)]
+                act(pltpu.make_async_copy(*(ends[::-1] if out else ends), semaphores.at[b]))
+
+        @pl.when(slot >= 0)
+        def _():
+            for kind in only or refs.kinds:
+                if kind == "states" and out and refs.has_rings:
+                    pl.when(place < 0)(lambda: move("states"))
+                else:
+                    move(kind)
+
+    for t in range(refs.targets if out else 1):
+        token = (jnp.int32(t),) if out and refs.targets > 1 else ()
+        for n, slot in enumerate(table.of_step(refs, table.TARGET + t if out else table.SOURCE, i)):
+            copy(n, slot, *token)
+
+
+def _ends(
+    refs: DecodeRefs, s: KernelStatic, kind: str, slot, place, conv, out: bool
+) -> list[tuple[Any, ...]]:  # fmt: skip
+    """Return the parts of a slot that are copied, each with its buffer of all sequences, and its token in it."""
+    if kind == "conv":
+        arrays = zip(refs.arrays("conv", "_out"), refs.arrays("out" if out else "in"), strict=True)
+        # Over a ring the slots of all tokens of a decode are one after the other.
+        W = s.decode_tokens if refs.has_rings else 1
+        at = pl.ds(slot * jnp.int32(W), W) if out and W > 1 else conv
+        return [(pool.at[at], buffer) for pool, buffer in arrays]
+    if kind == "states":
+        found = [(refs.states_out.at[slot], refs.after if out else refs.before)]
+        if refs.scales_out is not None:
+            found.append((refs.scales_out.at[slot], refs.scale_out if out else refs.scale_in))
+        return found
+    pool, before, after = {
+        "keys": (refs.keys_out, refs.ring_key, refs.new_key),
+        "writes": (refs.writes_out, refs.ring_write, refs.new_write),
+        "gates": (refs.gates_out, refs.ring_gate, refs.new_gate),
+    }[kind]
+    if not out or (kind == "gates" and refs.starts is None):
+        return [(pool.at[slot], after if out else before)]
+    # The rows of a token are one after the other. Rows of several tokens may begin in one register and end in another,
+    # which not every compiler copies, so every token has its copy.
+    rows, place = after.shape[-2], jnp.maximum(place, jnp.int32(0))
+    row_of = lambda place: pl.multiple_of(place * jnp.int32(rows), rows)
+    if s.decode_tokens == 1:
+        return [(pool.at[slot, pl.ds(row_of(place), rows)], after)]
+    tokens = range(s.decode_tokens)
+    return [(pool.at[slot, pl.ds(row_of(place + jnp.int32(t)), rows)], after, jnp.int32(t)) for t in tokens]

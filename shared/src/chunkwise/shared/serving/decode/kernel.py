@@ -1,0 +1,239 @@
+"""The kernel of decodes: a grid step takes some sequences, and reads and writes their slots.
+
+While it computes with `decode.tile`, slots of the next sequences are copied in, and slots of earlier sequences are
+copied out. The first grid step finds the token and the slots of every sequence from the boundaries and slots of the
+call, so that XLA does nothing around the launch.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from chunkwise.shared.kernels import packed, pools, tiles
+from chunkwise.shared.serving import ring_tile
+from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
+from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.refs import DecodeRefs
+
+
+def decode_kernel(refs: DecodeRefs, s: KernelStatic):
+    """Run the sequences of a grid step."""
+    i, n = pl.program_id(0), refs.before.shape[1]
+    last = refs.table.shape[0] // (n * table.numbers(refs.targets)) - 1
+
+    @pl.when(i == 0)
+    def _():
+        if refs.has_rings:
+            copies.copy_counts(refs)
+        table.fill(refs, s)
+        _load_tokens(refs)
+        copies.copy_slots(refs, s, i, pools.start)
+
+    # A buffer is filled again only after its copies have gone out.
+    pl.when(i >= copies.BUFFERS)(lambda: copies.copy_slots(refs, s, i - copies.BUFFERS, pools.wait, out=True))
+    pl.when(i < last)(lambda: copies.copy_slots(refs, s, i + 1, pools.start))
+    copies.copy_slots(refs, s, i, pools.wait)
+    _clear_new(refs, i)
+    if refs.has_rings:
+        _fold_rings(refs, s, i)
+    _run_sequences(refs, s, i)
+
+    @pl.when(i == last)
+    def _():
+        pl.when(i >= 1)(lambda: copies.copy_slots(refs, s, i - 1, pools.wait, out=True))
+        copies.copy_slots(refs, s, i, pools.wait, out=True)
+        T = refs.o.shape[0]
+        refs.o[...] = refs.outputs[:T].astype(refs.o.dtype)
+        if refs.has_rings:
+            copies.copy_counts(refs, out=True)
+
+
+def _load_tokens(refs: DecodeRefs) -> None:
+    """Store the arrays of tokens side by side as float32, because a load of one float32 row may begin at any row."""
+    T = refs.o.shape[0]
+    for name, lanes in refs.lanes.items():
+        refs.tokens[:T, lanes] = getattr(refs, name)[...].astype(jnp.float32)
+        # The row for sequences without a token.
+        refs.tokens[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
+    for name, weight in zip(("x0", "x1", "x2"), refs.arrays("w"), strict=False):
+        refs.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
+    # The output of a token is zero if no sequence has the token.
+    refs.outputs[...] = jnp.zeros_like(refs.outputs)
+
+
+def _clear_new(refs: DecodeRefs, i) -> None:
+    """Put zeros into the buffers of sequences that start from no slot."""
+    b, slots = copies.buffer_of(i), table.of_step(refs, table.SOURCE, i)
+
+    # One branch skips all sequences, because most steps have no such sequence.
+    @pl.when(functools.reduce(jnp.minimum, slots) < 0)
+    def _():
+        for place, slot in enumerate(slots):
+            pl.when(slot < 0)(functools.partial(_clear_state, refs, b, jnp.int32(place)))
+
+
+def _clear_state(refs: DecodeRefs, b, place) -> None:
+    for buffer in (refs.before, refs.scale_in, *refs.arrays("in")):
+        if buffer is not None:
+            buffer[b, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+
+def _fold_rings(refs: DecodeRefs, s: KernelStatic, i) -> None:
+    """Fold the rings of grid step i that have no room, or whose sequence goes to another slot."""
+    b, n = copies.buffer_of(i), refs.before.shape[1]
+
+    def fold(place, carry):
+        at = (i * jnp.int32(n) + place) * jnp.int32(table.numbers(1)) + jnp.int32(table.PLACE)
+        kept = jnp.int32(-1) - refs.table[at]
+
+        @pl.when(kept >= 0)
+        def _():
+            heads = tile.by_row(range(s.HV), s)
+            states = [refs.before[b, place, h] for h in heads]
+            scales = [None if refs.scale_in is None else refs.scale_in[b, place, h : h + 1] for h in heads]
+            held = (x[b, place] for x in (refs.ring_key, refs.ring_write, refs.ring_gate))
+            folded = ring.fold(states, scales, *held, kept)
+            for h, (S, scale) in zip(heads, folded, strict=True):
+                refs.before[b, place, h] = refs.after[b, place, h] = S
+                if scale is not None:
+                    refs.scale_in[b, place, h : h + 1] = refs.scale_out[b, place, h : h + 1] = scale
+
+        return carry
+
+    # Most grid steps fold no ring.
+    pl.when(functools.reduce(jnp.minimum, table.of_step(refs, table.PLACE, i)) < 0)(
+        lambda: lax.fori_loop(jnp.int32(0), jnp.int32(n), fold, None)
+    )
+
+
+def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
+    """Run the tokens of the sequences of grid step i."""
+    b, starts = copies.buffer_of(i), table.of_step(refs, table.START, i)
+    if s.decode_tokens > 1:
+        # Tokens that a sequence does not have are rows of zeros.
+        none, tokens = jnp.int32(refs.o.shape[0]), table.of_step(refs, table.TOKENS, i)
+        starts = [
+            jnp.where(jnp.int32(t) < count, start + jnp.int32(t), none)
+            for t in range(s.decode_tokens) for start, count in zip(starts, tokens, strict=True)
+        ]  # fmt: skip
+    # How many tokens of its ring a sequence reads; its new token goes to this place.
+    counts = [jnp.maximum(x, jnp.int32(0)) for x in table.of_step(refs, table.PLACE, i)] if refs.has_rings else None
+    for place, start in enumerate(starts):
+        refs.rows[place : place + 1, :] = refs.tokens[pl.ds(start, 1), :]
+    channels = [x for j in range(len(refs.arrays("x"))) for x in _channels(refs, s, b, j)]
+    # Copies start as early as possible, so that they overlap with the computation.
+    store = functools.partial(copies.copy_slots, refs, s, i, pools.start, out=True)
+    store("conv")
+    q, k, v = (
+        _by_head(channels, *heads) for heads in ((0, s.H, s.K), (s.H * s.K, s.H, s.K), (2 * s.H * s.K, s.HV, s.V))
+    )
+    if s.rule.normalise:
+        q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
+    q = [x * jnp.float32(s.rule.scale) for x in q]
+    gates = _gates(refs, s)
+    decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
+    if refs.has_rings:
+        _append_keys(refs, s, b, counts, k, gates)
+    beta = None if refs.beta is None else tile.step_size(refs.rows[:, refs.lanes["beta"]], s)
+    S_k, S_q = reads.read_states(refs, s, b, counts, q, k, decays)
+    for h in range(s.HV):
+        at = slice(h * s.V, (h + 1) * s.V)
+        step = None if beta is None else beta[:, h : h + 1]
+        refs.made[:, at], o = tile.run_rule(q[h // s.group], k[h // s.group], v[h], gates[h], step, S_k[h], S_q[h], s)
+        if s.norm is not None:
+            first = refs.lanes["z"].start + h * s.V
+            o = tile.norm_head(o, refs.rows[:, first : first + s.V], refs.norm[...].astype(jnp.float32), s.norm)
+        # The output replaces channels that have been read; there are more channels than outputs.
+        refs.rows[:, at] = o
+    for place, start in enumerate(starts):
+        refs.outputs[pl.ds(start, 1), :] = refs.rows[place : place + 1, : s.HV * s.V]
+    if refs.has_rings:
+        made = [refs.made[:, h * s.V : (h + 1) * s.V] for h in tile.by_row(range(s.HV), s)]
+        _store_tokens(refs.new_write, s, b, made)
+    else:
+        _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
+    store(*refs.kinds[1:])
+
+
+def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
+    """Store the states after each token of a grid step in the buffers from which they are copied out.
+
+    The decays are those of each token alone.
+    """
+    n = refs.before.shape[1]
+    for place in range(n):
+        rows = [slice(row, row + 1) for row in range(place, refs.rows.shape[0], n)]
+        for key in range(s.H):
+            columns = [tiles.to_column(k[key][row][None])[0] for row in rows]
+            for h in range(key * s.group, (key + 1) * s.group):
+                S, of_head = refs.before[b, place, h].astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
+                for t, (row, column) in enumerate(zip(rows, columns, strict=True)):
+                    decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
+                    if t == 0 and refs.scale_in is not None:
+                        decay = decay * refs.scale_in[b, place, h : h + 1]
+                    S = tile.next_state(S, decay, column, refs.made[row, of_head])
+                    refs.after[(*at, h)], scales = ring_tile.stored(S, refs.after.dtype)
+                    if scales is not None:
+                        refs.scale_out[(*at, slice(h, h + 1))] = scales
+
+
+def _append_keys(refs: DecodeRefs, s: KernelStatic, b, counts, k, gates) -> None:
+    """Store the keys and gates of a grid step in the buffers from which they are copied to rings."""
+    _store_tokens(refs.new_key, s, b, k)
+    if refs.starts is not None:
+        _store_tokens(refs.new_gate, s, b, tile.by_row(gates, s))
+        return
+    rows = tile.by_token(jnp.concatenate(tile.by_row(gates, s), axis=1), s)
+    for place, at in enumerate(counts):
+        refs.new_gate[b, place] = refs.ring_gate[b, place]
+        for t, row in enumerate(rows):
+            refs.new_gate[b, place, pl.ds(at + jnp.int32(t), 1), :] = row[place : place + 1]
+
+
+def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -> None:
+    """Store heads [m, D] in a buffer of the tokens of all sequences."""
+    for t, token in enumerate(zip(*(tile.by_token(x, s) for x in heads), strict=True)):
+        at = (b, slice(None), t) if s.decode_tokens > 1 else b
+        buffer[at] = jnp.stack(token, axis=1).astype(buffer.dtype)
+
+
+def _channels(refs: DecodeRefs, s: KernelStatic, b, j: int) -> list[jax.Array]:
+    """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
+    x = refs.rows[:, refs.lanes[f"x{j}"]]
+    if refs.w0 is not None:
+        weight, biases = refs.taps[:, refs.lanes[f"x{j}"]], refs.arrays("b")
+        before, after = refs.arrays("in")[j], refs.arrays("out")[j]
+        width, W = weight.shape[0], s.decode_tokens
+        inputs = [*(before[b, :, t].astype(jnp.float32) for t in range(width - 1)), *tile.by_token(x, s)]
+        for t in range(W):
+            for i in range(width - 1):
+                at = (b, slice(None), t, i) if W > 1 else (b, slice(None), i)
+                after[at] = inputs[t + 1 + i].astype(after.dtype)
+        taps = [jnp.concatenate(inputs[i : i + W]) for i in range(width)]
+        bias = biases[j][...].astype(jnp.float32) if biases else None
+        x = tile.convolve(taps, weight, bias, s)
+    return [x[:, at : at + packed.LANES] for at in range(0, x.shape[1], packed.LANES)]
+
+
+def _by_head(channels: list[jax.Array], first: int, heads: int, D: int) -> list[jax.Array]:
+    """Return the heads of D channels that begin at channel `first`, [n, D] each."""
+    width = D // packed.LANES
+    starts = range(first // packed.LANES, first // packed.LANES + heads * width, width)
+    return [jnp.concatenate(channels[at : at + width], axis=1) for at in starts]
+
+
+def _gates(refs: DecodeRefs, s: KernelStatic) -> list[jax.Array]:
+    """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
+    g = refs.rows[:, refs.lanes["g"]]
+    A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in (refs.A_log, refs.dt_bias))
+    size = g.shape[1] // s.HV
+    if size == 1:
+        found = tile.gate(g, A_log, dt_bias, s)
+        return [found[:, h : h + 1] for h in range(s.HV)]
+    part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
+    return [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)]
