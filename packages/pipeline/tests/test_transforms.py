@@ -1,6 +1,7 @@
 """Under jit, grad, vmap, remat, shard_map, eval_shape and export."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,10 @@ THOROUGH = dict(
     test_remat=True,
     test_shard_map=True,
     test_packed_cost_follows_tokens=True,
+    # One of each way through the chunks, and of the recurrences.
+    test_export_with_open_sizes=lambda name, packed: (
+        packed or name not in ("chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "recurrent_kda")
+    ),
     test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
 )
 
@@ -215,6 +220,47 @@ def test_export():
     run = jax.jit(lambda x: chunk_gated_delta_rule(**x, implementation="xla")[0])
     exported = jax.export.export(run, platforms=["cpu", "tpu"])(inputs)
     np.testing.assert_allclose(exported.call(inputs), run(inputs), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_export_with_open_sizes(name, packed):
+    """Plain JAX exports without the numbers of rows and tokens; a program of one chunk is right too."""
+    run = jax.jit(
+        lambda x, *cu: OPERATORS[name].function(
+            **x, cu_seqlens=cu[0] if cu else None, output_final_state=True, implementation="xla"
+        )
+    )
+    open_sizes = dict(zip("BT", jax.export.symbolic_shape("b, t"), strict=True))
+    rows = 1 if packed else 2
+    opened = lambda dims, y: jax.ShapeDtypeStruct(
+        tuple(open_sizes.get(d, n) for d, n in zip(dims.ljust(y.ndim), y.shape, strict=True)), y.dtype
+    )
+
+    def batch(T):
+        cu = [jnp.array([0, 3, T, T], jnp.int32)] if packed else []
+        return operator_inputs(OPERATORS[name], rows, T, 1, 2, 8, 8, num_states=3 if packed else rows), *cu
+
+    dims = dict(initial_state="" if packed else "B", g_gamma="")
+    x, *cu = batch(20)
+    shapes = {key: opened(dims.get(key, " T" if packed else "BT"), y) for key, y in x.items()}
+    exported = jax.export.export(run)(shapes, *cu)
+    for T in (20, 70):
+        for got, want in zip(exported.call(*batch(T)), run(*batch(T)), strict=True):
+            assert_close(f"T = {T}", got, want, SAME)
+
+
+@pytest.mark.parametrize(("name", "implementation"), KERNELS)
+def test_kernels_know_their_sizes(name, implementation):
+    x = operator_inputs(OPERATORS[name], 1, 20, 1, 1, 8, 8)
+    (b,) = jax.export.symbolic_shape("b")
+    x = {key: jax.ShapeDtypeStruct((b, *y.shape[1:]) if y.ndim > 1 else y.shape, y.dtype) for key, y in x.items()}
+    run = jax.jit(lambda x: OPERATORS[name].function(**x, implementation=implementation))
+    message = (
+        f'"{implementation}" must know the sizes of arrays when the program is built; got `q` of shape (b, 20, 1, 8)'
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jax.export.export(run)(x)
 
 
 def test_staged_exports_its_kernels_for_tpu():

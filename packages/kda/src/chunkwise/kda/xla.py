@@ -66,7 +66,7 @@ def interactions(q, e, k, g, base, continuing, erase_before_decay) -> tuple[jax.
         scores_e = jnp.where(jnp.eye(b, k=-1, dtype=bool)[None], product(e, before), scores_e)
 
     def pairs(x):
-        return [x.reshape(len(x) // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
+        return [x.reshape(x.shape[0] // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
 
     while b < C:
         (_, q_right), (e_left, e_right), (k_left, k_right), (t_left, t_right) = map(pairs, x)

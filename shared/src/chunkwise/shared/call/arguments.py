@@ -199,7 +199,7 @@ def warn_head_first(x: Arguments, options: Options) -> None:
     """
     T, H = x.q.shape[1:3]
     telling = (x.initial_state, x.cu_seqlens, x.segment_ids, x.g_gamma, x.A_log, options.context_axis)
-    if T <= H == x.v.shape[2] and H > 1 and all(y is None for y in telling):
+    if isinstance(T, int) and T <= H == x.v.shape[2] and H > 1 and all(y is None for y in telling):
         warnings.warn(
             f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} and H = {H}: are the tensors "
             f"head-first, [B, H, T, K]?",

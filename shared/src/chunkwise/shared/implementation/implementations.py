@@ -85,6 +85,14 @@ def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, op
     Raises:
       NotImplementedError: an option is set that the implementation does not read.
     """
+    open_ = next((name for name, y in x.arrays().items() if not all(isinstance(n, int) for n in y.shape)), None)
+    if open_ is not None and (asked or "xla") != "xla" and asked in known:
+        raise NotImplementedError(
+            f'"{asked}" must know the sizes of arrays when the program is built; got `{open_}` of shape '
+            f'{x.arrays()[open_].shape}: use implementation="xla".'
+        )
+    if asked is None and open_ is not None:
+        asked = "xla"
     if asked is None:
         able = [name for name, each in known.items() if not each.unread(options)]
         best = next((name for name in able if known[name].limit(x, options) is None), "xla")

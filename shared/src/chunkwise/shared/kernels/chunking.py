@@ -24,7 +24,7 @@ from chunkwise.shared.kernels import tiles
 def num_chunks(T: int, chunk_size: int, num_sequences: int | None = None) -> int:
     """Return how many chunks T tokens take: ceil(T / C), or the static bound T // C + N of a packed batch."""
     if num_sequences is None:
-        return -(-T // chunk_size)
+        return (T + chunk_size - 1) // chunk_size  # in this form JAX knows that it is at least 1 for an open T
     return T // chunk_size + num_sequences
 
 

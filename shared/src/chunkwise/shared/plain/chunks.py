@@ -142,7 +142,7 @@ class _Starts(NamedTuple):
 
     def store(self, after: jax.Array, finals: jax.Array) -> jax.Array:
         """Return finals [N + 1, ...] with the final states taken from `after`; the last row may hold anything."""
-        n, N = len(after), len(finals) - 1
+        n, N = after.shape[0], len(finals) - 1
         target = jnp.where(self.last, self.sequence, N + jnp.arange(n, dtype=jnp.int32))
         if n == 1:
             # This updates in place; a scatter would copy all states in every step of a loop.
@@ -238,7 +238,9 @@ def run(
     per_head = None if g.ndim == 4 else rows(g), None if beta is None else rows(beta)
     # Chunks of zeros fill up the last group. They leave a state as it is, because the decay of a gate of 0 is 1.
     missing = groups.count * groups.chunks - n
-    fill = lambda y: jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if missing else y
+    fill = lambda y: (
+        jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if not isinstance(missing, int) or missing else y
+    )
     tokens, (gates, beta), masks, starts, inverses = jax.tree.map(
         fill, (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses)
     )
@@ -345,7 +347,7 @@ def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Groups:
     if not on_gpu:
         # A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all
         # stages into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
-        return _Groups(max(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
+        return _Groups(jax.core.max_dim(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
     count = -(-n // max(1, _GROUP // (h * C)))
     chunks = -(-n // count)
     by_maps = rule.delta and h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS

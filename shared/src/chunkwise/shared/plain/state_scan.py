@@ -141,8 +141,9 @@ def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
             after += p.dot_tn(x.k_end, u - p.dot(x.w, here))
         return after if added is None else after + added, S
 
-    # XLA fuses the work of four steps, apart from products, into one launch.
-    last, states = lax.scan(step, start, (x, u, added, restarts), unroll=4)
+    # XLA fuses the work of four steps, apart from products, into one launch. `jax.export` may leave their number open.
+    unroll = 4 if isinstance(x.through.shape[0], int) else 1
+    last, states = lax.scan(step, start, (x, u, added, restarts), unroll=unroll)
     return states, last
 
 
