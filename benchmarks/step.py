@@ -31,8 +31,8 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
+from chunkwise.shared.kernels.chunk_steps import Piece, pool_steps
 from chunkwise.shared.kernels.chunking import num_chunks
-from chunkwise.shared.kernels.layout import BEGIN, END, FIRST, LAST, MIXED, OPENS, SEQUENCE, TARGET, pool_steps
 from chunkwise.shared.kernels.pools import Routes, resident_slots
 from chunkwise.shared.serving import ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
@@ -171,16 +171,14 @@ def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list
     if case.operator == "simple_gla":
         return _gla_runs(case, routes, T, C)
     table = np.asarray(pool_steps(T, C, routes).table)
-    turn = np.arange(table.shape[1] + 1)
-    cur, prev = table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
-    copied = prev[SEQUENCE, 0] == prev[TARGET, 0]
-    whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
-    empty = (cur[END] == cur[BEGIN]) & (prev[END] == prev[BEGIN])
-    unowned = prev[OPENS] & prev[MIXED]
+    first, (cur, prev) = Piece(table, 0, C), (Piece(table, n, C) for n in turns.passing(table.shape[1]))
+    whole = (cur.end - cur.begin == C) & (prev.end - prev.begin == C)
+    empty = (cur.end == cur.begin) & (prev.end == prev.begin)
+    unowned = prev.opens & prev.unowned
     second = turns.second_path(case, C)
     cut = whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second
-    runs = prev[FIRST], copied, *cut, prev[LAST]
-    return len(turn), [int(np.sum(x)) for x in runs]
+    runs = prev.first, first.sequence == first.target, *cut, prev.last
+    return len(whole), [int(np.sum(x)) for x in runs]
 
 
 def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
@@ -191,14 +189,16 @@ def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[in
     NT = num_chunks(T, C)
     config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
     assert config is not None
-    table = np.asarray(pool_steps(T, tuning.largest_divisor(NT, config.num_steps) * C, routes).table)
-    begin, end = table[BEGIN], table[END]
+    block = tuning.largest_divisor(NT, config.num_steps) * C
+    table = np.asarray(pool_steps(T, block, routes).table)
+    first, steps = Piece(table, 0, block), Piece(table, np.s_[:], block)
+    begin, end = steps.begin, steps.end
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     # Whole chunks of a piece begin where a chunk begins and end where a chunk ends.
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
     runs = (
-        table[FIRST], table[SEQUENCE, 0] == table[TARGET, 0], table[OPENS] & table[MIXED], begin < end, chunks,
-        whole, chunks - whole, table[LAST],
+        steps.first, first.sequence == first.target, steps.opens & steps.unowned, begin < end, chunks, whole,
+        chunks - whole, steps.last,
     )  # fmt: skip
     return table.shape[1], [int(np.sum(x)) for x in runs]
 

@@ -13,8 +13,8 @@ from benchmarks import regions
 from chunkwise.command.models import Layer
 from chunkwise.fused_gla.config import default_for
 from chunkwise.kda import config as kda_config
+from chunkwise.shared.kernels.chunk_steps import ChunkStep, Piece, make_steps
 from chunkwise.shared.kernels.chunking import num_chunks
-from chunkwise.shared.kernels.layout import BEGIN, CLOSES, END, FIRST, LAST, MIXED, OPENS, make_steps
 from chunkwise.shared.kernels.packed import packing
 from chunkwise.shared.tuning import largest_divisor
 
@@ -40,13 +40,14 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
         config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
         assert config is not None
         chunks = largest_divisor(NT, config.num_steps)
-    table = np.asarray(make_steps(1, case.T, chunks * C, cu_seqlens, with_states=True).table)
+    table, block = make_steps(case.T, chunks * C, cu_seqlens, with_states=True).table, chunks * C
+    step = np.arange(num_chunks(case.T, block) if table is None else table.shape[1])
+    at = lambda n: ChunkStep(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
     if case.table.delta:
-        steps, runs = _delta_rule_runs(
-            table, C, kind, cu_seqlens is not None, () if promised or kind == "bwd" else second_path(case, C)
-        )
+        second = () if promised or kind == "bwd" else second_path(case, C)
+        steps, runs = _delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)
     else:
-        steps, runs = _gla_runs(table, C, kind, cu_seqlens is not None)
+        steps, runs = len(step), _gla_runs(at(step), block, C, kind, cu_seqlens is not None)
     return steps, [int(np.sum(x)) for x in runs]
 
 
@@ -61,44 +62,45 @@ def second_path(case: Layer, C: int) -> tuple[int, ...]:
     return (0,) * (1 + config.heads // packing(C, config.heads, config.heads_bwd))
 
 
-def _passing(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def passing(steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return for every grid step of a forward the step that it prepares, and the step that the state goes through."""
-    turn = np.arange(table.shape[1] + 1)
-    return table[:, np.minimum(turn, len(turn) - 2)], table[:, np.maximum(turn - 1, 0)]
+    turn = np.arange(steps + 1)
+    return np.minimum(turn, steps - 1), np.maximum(turn - 1, 0)
 
 
-def _delta_rule_runs(table, C, kind, pieces, second):
+def _delta_rule_runs(at, steps, C, kind, pieces, second):
     if kind == "bwd":
+        cur = prev = at(np.arange(steps))
         # The first grid step clears results, too.
-        begins = table[LAST].copy()
+        begins = np.array(cur.last)
         begins[-1] = 1
-        starts = (begins,)
-        whole, empty = table[END] - table[BEGIN] == C, table[BEGIN] == table[END]
-        unowned = table[CLOSES] & table[MIXED]
+        starts, turned = (begins,), steps
     else:
-        cur, prev = _passing(table)
+        cur, prev = map(at, passing(steps))
         # A forward selects the state that a sequence starts from, without a branch.
-        starts, unowned = (), prev[OPENS] & prev[MIXED]
-        whole = (cur[END] - cur[BEGIN] == C) & (prev[END] - prev[BEGIN] == C)
-        empty = (cur[BEGIN] == cur[END]) & (prev[BEGIN] == prev[END])
-    cut = (whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second) if pieces else second
-    return len(unowned), (*starts, *cut)
+        starts, turned = (), steps + 1
+    if not pieces:
+        return turned, (*starts, *second)
+    unowned = (prev.closes if kind == "bwd" else prev.opens) & prev.unowned
+    whole = (cur.end - cur.begin == C) & (prev.end - prev.begin == C)
+    empty = (cur.begin == cur.end) & (prev.begin == prev.end)
+    return turned, (*starts, whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second)
 
 
-def _gla_runs(table, C, kind, pieces):
-    begin, end = table[BEGIN], table[END]
+def _gla_runs(steps, block, C, kind, pieces):
+    begin, end = np.asarray(steps.begin), np.minimum(steps.end, block)
     # The chunks of every step: how many, how many of them are whole, and whether the last one is whole.
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
     last = (whole > 0) & (end % C == 0)
-    starts = table[FIRST].copy() if kind != "bwd" else table[LAST].copy()
+    starts = np.array(steps.first if kind != "bwd" else steps.last)
     starts[0 if kind != "bwd" else -1] = 1
     # A branch skips a loop over no chunks, which there can only be if steps are pieces.
     loop = lambda n, whole: (n > 0, n, whole, n - whole) if pieces else (n,)
     # The backward first goes over all chunks but the last one, for their states.
     before = loop(np.maximum(chunks - 1, 0), whole - last) if kind == "bwd" else ()
-    clear = (table[CLOSES if kind == "bwd" else OPENS] & table[MIXED],) if pieces else ()
-    return table.shape[1], (starts, *clear, *before, *loop(chunks, whole))
+    clear = ((steps.closes if kind == "bwd" else steps.opens) & steps.unowned,) if pieces else ()
+    return starts, *clear, *before, *loop(chunks, whole)
 
 
 def turns_of(case: Layer) -> Turns:

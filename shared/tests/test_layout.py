@@ -1,23 +1,17 @@
-"""The layout of fused kernels: flat tokens, the table of steps against a plain loop, masks, blocks of a launch."""
+"""The layout of fused kernels: flat tokens, masks, blocks of a launch."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import layout
+from chunkwise.shared.kernels import chunk_steps, layout
 from chunkwise.shared.kernels.chunking import token_owners
 from chunkwise.shared.kernels.launcher import pallas_call
 from chunkwise.shared.testing.inputs import boundaries
 
 THOROUGH = dict(test_blocks_of_a_launch=lambda lengths, backwards: (lengths is None) != backwards)
-LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)
-# A fixed number of tokens and sequences, so that the tables compile once; the last chunk is cut short.
-T, C, N = 245, 16, 6
-NT = -(-T // C)
 
 
 def tokens(*shape):
@@ -71,94 +65,6 @@ def test_states_of_empty_sequences():
 
 def test_token_owners():
     np.testing.assert_array_equal(token_owners(6, boundaries(2, 0, 1)), [0, 0, 2, 3, 3, 3])
-
-
-def read(steps):
-    """Return every step of a table as a dict of numbers, read as a kernel does."""
-    table = np.asarray(steps.table)
-    names = ("sequence", "first", "last", "chunk", "begin", "end", "opens", "closes", "before", "final", "mixed")
-    return [{name: int(getattr(layout.TableStep(table, n), name)) for name in names} for n in range(table.shape[1])]
-
-
-@pytest.mark.parametrize("with_states", [False, True])
-def test_steps_of_a_batch(with_states):
-    steps = layout.make_steps(2, 18, 16, None, with_states)
-    assert steps.owner is None
-    want = [
-        dict.fromkeys(("sequence", "before", "final"), b)
-        | dict(mixed=0, first=c == 0, last=c == 1, opens=1, closes=1, chunk=c, begin=0, end=16 - 14 * c)
-        for b in range(2)
-        for c in range(2)
-    ]
-    assert read(steps) == want
-
-
-stream = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, False))
-in_pieces = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, True))
-
-
-@settings(max_examples=25, deadline=None)
-@given(LENGTHS)
-def test_steps_of_a_stream(lengths):
-    """Every chunk is a step; its owners, and those before it and at its end, tell how sequences lie in it."""
-    steps = stream(boundaries(*lengths))
-    used = sum(lengths)
-    owner = np.append(np.repeat(np.arange(N), lengths), np.full(NT * C - used, N - 1))
-    codes = np.where(np.arange(NT * C) < used, owner, ~owner)
-    np.testing.assert_array_equal(np.asarray(steps.owner).reshape(-1), codes)
-    for n, step in enumerate(read(steps)):
-        mine, before = owner[n * C : (n + 1) * C], owner[max(n * C - 1, 0)]
-        assert (step["chunk"], step["begin"], step["end"]) == (n, 0, min(T - n * C, C))
-        assert (step["before"], step["final"]) == (before, mine[-1])
-        assert step["mixed"] == (before != mine[-1] or (n + 1) * C > used)
-        assert (step["opens"], step["closes"], step["first"], step["last"]) == (1, 1, n == 0, n == NT - 1)
-
-
-def test_steps_of_segments():
-    """Every row has its own segments. Padding counts to the segment before it, and begins no other."""
-    ids = jnp.asarray([[-1, 7, 7, 2, -1, 2, 2, 2, -1], [4, 4, 4, 4, 4, 4, 4, 4, 9]], jnp.int32)
-    steps = layout.make_steps(2, 9, 4, None, True, ids)
-    owner = [[~0, 0, 0, 1], [~1, 2, 2, 2], [~2] * 4, [0] * 4, [0] * 4, [1, ~1, ~1, ~1]]
-    np.testing.assert_array_equal(steps.owner[:, 0], owner)
-    columns = ("sequence", "before", "final", "mixed", "first", "last")
-    assert [tuple(step[name] for name in columns) for step in read(steps)] == [
-        (0, 0, 1, 1, 1, 0), (0, 1, 2, 1, 0, 0), (0, 2, 2, 1, 0, 1),
-        (1, 0, 0, 0, 1, 0), (1, 0, 0, 0, 0, 0), (1, 0, 1, 1, 0, 1),
-    ]  # fmt: skip
-
-
-@settings(max_examples=25, deadline=None)
-@given(LENGTHS)
-def test_steps_of_pieces(lengths):
-    """A step holds rows of one sequence; a sequence begins and ends in one step each; so does every chunk."""
-    steps = in_pieces(boundaries(*lengths))
-    assert steps.owner is None
-    seen, chunk, open_sequence = [], -1, None
-    for step in read(steps):
-        assert step["opens"] == (step["chunk"] != chunk)
-        chunk = step["chunk"]
-        rows = range(step["begin"], step["end"])
-        assert step["before"] == step["final"] == step["sequence"]
-        if step["first"]:
-            assert open_sequence is None
-            open_sequence = step["sequence"]
-        if rows:
-            assert open_sequence == step["sequence"]
-        seen += [(step["sequence"], chunk * C + row) for row in rows]
-        if step["last"]:
-            open_sequence = None
-    assert open_sequence is None
-    assert seen == list(zip(np.repeat(np.arange(N), lengths), range(sum(lengths)), strict=True))
-    assert sum(step["opens"] for step in read(steps)) == sum(step["closes"] for step in read(steps)) == NT
-
-
-def test_rows_and_columns_of_a_step():
-    step = layout.TableStep(np.array([[0]] * 4 + [[2]] + [[5]] + [[0]] * 4), 0)
-    inside = [False, False, True, True, True, False, False, False]
-    assert step.rows(8).shape == (8, 1)
-    np.testing.assert_array_equal(step.rows(8)[:, 0], inside)
-    assert step.columns(8).shape == (1, 8)
-    np.testing.assert_array_equal(step.columns(8)[0], inside)
 
 
 @pytest.mark.parametrize("width", [8, 16])
@@ -219,8 +125,8 @@ def test_blocks_of_a_launch(lengths, backwards):
     """A kernel that copies its blocks, step by step, copies the arrays."""
     B, T, C, blocks = (2, 32, 16, 2) if lengths is None else (1, 32, 16, 2)
     cu_seqlens = None if lengths is None else boundaries(*lengths)
-    steps = layout.make_steps(B, T, C, cu_seqlens, with_states=True)
-    S = steps.table.shape[1] // B
+    table = chunk_steps.make_steps(T, C, cu_seqlens, with_states=True).table
+    S = T // C if table is None else table.shape[1]
     cut = layout.Blocks(C, S, (lambda turn: S - 1 - turn) if backwards else (lambda turn: turn), lengths is not None)
     states = B if lengths is None else len(lengths)
     arrays = dict(
@@ -234,17 +140,18 @@ def test_blocks_of_a_launch(lengths, backwards):
     if lengths is None:
         arrays["owner"] = (jnp.arange(S * C, dtype=jnp.int32).reshape(S, 1, C), cut.owner(C))
 
-    def kernel(table_ref, *refs):
+    def kernel(*refs):
+        refs = refs[-2 * len(arrays) :]
         for source, target in zip(refs[: len(arrays)], refs[len(arrays) :], strict=True):
             target[...] = source[...]
 
     values, specs = zip(*arrays.values(), strict=True)
     results = pallas_call(
         kernel,
-        steps.table,
+        *(() if table is None else (table,)),
         *values,
         name="copy_blocks",
-        num_scalar_prefetch=1,
+        num_scalar_prefetch=int(table is not None),
         grid=(B, blocks, S),
         dimension_semantics=("arbitrary", "arbitrary", "arbitrary"),
         in_specs=specs,

@@ -33,6 +33,18 @@ def test_runs_of_equal_ids():
     np.testing.assert_array_equal(final, [[1, 1, 2, 4, 4], [4] * 5])
 
 
+def test_a_long_row_is_scanned_in_blocks():
+    """A TPU compiles the scans of a million tokens in seconds; the last block is cut short."""
+    T = 33 * 1024 + 7
+    ids = np.random.default_rng(0).integers(0, 2, T).astype(np.int32)
+    change = np.flatnonzero(np.diff(ids)) + 1
+    which = np.repeat(np.arange(len(change) + 1), np.diff([0, *change, T]))
+    np.testing.assert_array_equal(find_segments(jnp.asarray(ids[None])).owner[0], which)
+    start, final = runs(jnp.asarray(ids[None]))
+    np.testing.assert_array_equal(start[0], np.array([0, *change])[which])
+    np.testing.assert_array_equal(final[0], np.array([*change, T])[which] - 1)
+
+
 def test_owners_mark_padding_by_their_complement():
     ids = jnp.asarray([[-1, 3, -1, 5]], jnp.int32)
     np.testing.assert_array_equal(coded_owners(None, ids, 4), [[~0, 0, ~0, 1]])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.call import arguments
-from chunkwise.shared.kernels import layout, pools
+from chunkwise.shared.kernels import chunk_steps, pools
 from chunkwise.shared.serving import step_table
 from tests.engine import make_rubbish
 
@@ -17,7 +17,7 @@ LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 any_number = st.one_of(st.integers(-3, T + 3), st.sampled_from([LEAST, LEAST + 1, -(2**30), 2**30, MOST]))
 
 
-pieces = jax.jit(lambda cu_seqlens: layout.make_steps(1, T, C, cu_seqlens, True).table)
+pieces = jax.jit(lambda cu_seqlens: chunk_steps.make_steps(T, C, cu_seqlens, True).table)
 
 
 def within(x, low: int, high) -> None:
@@ -32,7 +32,7 @@ def tables(schedule):
     schedule = dict(schedule)
     step = step_table.find_step(schedule.pop("cu_seqlens"), arguments.Slots(**schedule), SLOTS, T)
     held = pools.resident_slots(step.decodes.source, step.decodes.target.reshape(-1))
-    return step, held, layout.pool_steps(T, C, step.prefills, BLOCK).table
+    return step, held, chunk_steps.pool_steps(T, C, step.prefills, BLOCK).table
 
 
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
@@ -53,20 +53,20 @@ def test_steps_lie_within_arrays(random, with_reads):
         for named in (routes.source, routes.target, *([] if routes.blocks is None else [routes.blocks])):
             within(named, -1, SLOTS)
     assert_steps(table, SLOTS)
-    within(table[layout.TARGET], 0, SLOTS)
+    within(chunk_steps.Piece(table, np.s_[:], C).target, 0, SLOTS)
 
 
 def assert_steps(table, sequences: int) -> None:
     """Fail unless the pieces of a table lie in the chunks of the stream, which have one at least, in order."""
-    chunk, begin, end = (table[row].astype(int) for row in (layout.CHUNK, layout.BEGIN, layout.END))
-    within(table[layout.SEQUENCE], 0, sequences)
+    piece = chunk_steps.Piece(table, np.s_[:], C)
+    chunk, begin, end = (np.asarray(x, int) for x in (piece.chunk, piece.begin, piece.end))
+    within(piece.sequence, 0, sequences)
     within(np.diff(chunk), 0, 2)
     assert (chunk[0], chunk[-1]) == (0, NT - 1)
     within(begin, 0, C + 1)
     within(end - begin, 0, C + 1)
     assert np.all(chunk * C + end <= np.maximum(T, chunk * C + begin))
-    within(chunk * C + begin, 0, NT * C + 1)
-    assert np.sum(table[layout.OPENS]) == np.sum(table[layout.CLOSES]) == NT
+    assert np.sum(piece.opens) == np.sum(piece.closes) == NT
 
 
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True)

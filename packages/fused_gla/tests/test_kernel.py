@@ -173,18 +173,6 @@ def test_kernels_cost_what_their_tokens_cost():
     assert set(loops) == {1, 2}
 
 
-@pytest.mark.parametrize(("lengths", "tables"), [(None, 0), ((5, 11), 1)], ids=["rows", "packed"])
-def test_rows_have_no_table(lengths, tables):
-    """Scalar memory would not hold the table of a million tokens."""
-    x = make_inputs(1, 16, 1, K=8, V=8)
-    del x["beta"]
-    cu_seqlens = None if lengths is None else boundaries(*lengths)
-    run = lambda x: jnp.sum(chunk_either_gla(**x, cu_seqlens=cu_seqlens, implementation="fused")[0])
-    program = jax.make_jaxpr(jax.grad(run))(x)
-    launches = [e for e in equations(program.jaxpr) if e.primitive.name == "pallas_call"]
-    assert {e.params["grid_mapping"].num_index_operands for e in launches} == {tables}
-
-
 def test_xla_costs_what_its_tokens_cost():
     def flops(N):
         spec = jax.ShapeDtypeStruct((1, 8192, 1, 64), jnp.float32)

@@ -16,6 +16,7 @@ class Chip(NamedTuple):
       clock_ghz: peak clock.
       bandwidth_tb_s: bandwidth of its HBM in TB/s.
       vmem_bytes: bytes of its fast memory, VMEM.
+      smem_bytes: bytes of its scalar memory, SMEM.
       matrix_unit: rows and columns of its matrix unit.
     """
 
@@ -23,15 +24,16 @@ class Chip(NamedTuple):
     clock_ghz: float
     bandwidth_tb_s: float
     vmem_bytes: int
+    smem_bytes: int
     matrix_unit: int
 
 
 # Clocks are inferred from the published peak rates.
 CHIPS = {
-    "v5e": Chip("v5e:2x2", 1.5, 0.82, 128 * 2**20, 128),
-    "v5p": Chip("v5p:2x2x1", 1.75, 2.77, 64 * 2**20, 128),
-    "v6e": Chip("v6e:2x2", 1.75, 1.64, 128 * 2**20, 256),
-    "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 256),
+    "v5e": Chip("v5e:2x2", 1.5, 0.82, 128 * 2**20, 2**20, 128),
+    "v5p": Chip("v5p:2x2x1", 1.75, 2.77, 64 * 2**20, 2**20, 128),
+    "v6e": Chip("v6e:2x2", 1.75, 1.64, 128 * 2**20, 2**20, 256),
+    "tpu7x": Chip("tpu7x:2x2x1", 2.2, 3.69, 64 * 2**20, 2**20, 256),
 }
 
 # Bytes of VMEM of generations that JAX describes, but that no released compiler compiles for. There, as on any TPU that

@@ -8,6 +8,7 @@ import contextvars
 import functools
 import importlib.resources
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +22,8 @@ BLOCK_CHUNK_SIZE = 64
 
 # The scoped VMEM that a kernel may use on any chip: the VMEM of the smallest one, less a part for the compiler.
 VMEM_LIMIT_BYTES = 15 * min(chip.vmem_bytes for chip in chips.CHIPS.values()) // 16
+# The scalar memory that the tables of a kernel may take on any chip, in the same way.
+SMEM_LIMIT_BYTES = 15 * min(chip.smem_bytes for chip in chips.CHIPS.values()) // 16
 
 # Orders by (package, kernel) in place of the orders in the package.
 _injected: contextvars.ContextVar[Mapping] = contextvars.ContextVar("injected_orders", default=MappingProxyType({}))
@@ -56,6 +59,16 @@ class HeadConfig:
     """
 
     heads: int
+
+
+def smem_bytes(*shape: int) -> int:
+    """Return the bytes of an array of 32-bit numbers [n] or [rows, n] in scalar memory, as the compiler lays it out.
+
+    Rows are padded to 1, 2, 4 or a multiple of 8, and numbers of a row to a multiple of 128.
+    """
+    *rows, n = shape
+    padded = next((some for some in (1, 2, 4) if math.prod(rows) <= some), -(-math.prod(rows) // 8) * 8)
+    return 4 * padded * -(-n // 128) * 128
 
 
 def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: bool = False) -> HeadConfig:

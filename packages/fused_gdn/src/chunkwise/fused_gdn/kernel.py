@@ -46,7 +46,7 @@ class GdnFwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # int32 [11 or 13, B * steps]
+    table: jax.Ref  # `chunk_steps.Steps`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     v: jax.Ref  # [C, heads V] of prev

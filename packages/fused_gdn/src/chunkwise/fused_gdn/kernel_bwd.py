@@ -23,7 +23,7 @@ class GdnBwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # int32 [11, B * steps]
+    table: jax.Ref  # `chunk_steps.Steps`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     g: jax.Ref  # [C, heads]

@@ -27,6 +27,7 @@ from chunkwise.fused_gdn import cost, kernel, loads, tile
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import (
     chunk_loop,
+    chunk_steps,
     inverse,
     launcher,
     layout,
@@ -45,7 +46,7 @@ class GdnMapRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # int32 [11, B * steps]
+    table: jax.Ref  # `chunk_steps.Steps`
     k: jax.Ref  # [C, keys K] of cur
     v: jax.Ref  # [C, heads V] of inverted
     g: jax.Ref  # [C, heads] of cur
@@ -96,7 +97,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
 
 
 def _grid_step(
-    refs: GdnMapRefs, steps: list[layout.TableStep], rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
+    refs: GdnMapRefs, steps: list[chunk_steps.ChunkStep], rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run all stages of a grid step, in the variant for these rows of the three chunks."""
     owners = refs.owner, refs.owner_inverted, refs.owner_prev

@@ -32,7 +32,7 @@ class GlaFwdRefs(NamedTuple):
 
     k: jax.Ref  # [rows, keys K]
     v: jax.Ref  # [rows, heads V]
-    table: jax.Ref  # int32 [11 or 13, B * NT or B * steps]; none for plain rows
+    table: jax.Ref  # `chunk_steps.Steps`
     q: jax.Ref  # [rows, keys K]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
@@ -119,11 +119,10 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
 
 def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
     """Return the arguments of `launcher.launch` that all launches of this package have: name, grid, table and cost."""
-    table = x.table if s.varlen or x.owner is not None else None
     return dict(
-        name=f"chunk_gla_{kind}_c{s.C}" + ("" if table is None else "_varlen"),
+        name=f"chunk_gla_{kind}_c{s.C}" + ("" if x.table is None else "_varlen"),
         grid=(s.B, s.HV // heads, s.steps),
-        tables={"table": table},
+        tables={"table": x.table},
         cost_estimate=cost.cost(**s.sizes(), itemsize=x.v.dtype.itemsize, per_channel=s.per_channel, **costs),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import kernel, loads, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.shared.kernels import chunk_loop, chunking, launcher, layout, matmul, schedule, tiles
+from chunkwise.shared.kernels import chunk_loop, chunk_steps, chunking, launcher, layout, matmul, schedule, tiles
 from chunkwise.shared.kernels.chunk_loop import StageChunk
 
 # How many heads the backward takes in lock-step, and how many such pairs it starts before it finishes the first one.
@@ -36,7 +36,7 @@ class GlaBwdRefs(NamedTuple):
     v: jax.Ref  # [rows, heads V]
     do: jax.Ref  # [rows, heads V]
     h: jax.Ref  # [heads, V, K]
-    table: jax.Ref  # int32 [11, B * NT or B * steps]; none for plain rows
+    table: jax.Ref  # `chunk_steps.Steps`
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
@@ -156,7 +156,7 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         loads.store_gates(refs, dg, s, chunk, heads)
 
 
-def _run_backwards(body: Callable[[StageChunk], None], refs, step: layout.TableStep, s: GlaStatic) -> None:
+def _run_backwards(body: Callable[[StageChunk], None], refs, step: chunk_steps.ChunkStep, s: GlaStatic) -> None:
     """Run the body of every chunk of a step, the last one first."""
     first, end = chunk_loop.chunk_range(step, s)
     lax.fori_loop(first, end, lambda i, _: chunk_loop.run_chunk(body, refs, step, first + end - 1 - i, s), None)

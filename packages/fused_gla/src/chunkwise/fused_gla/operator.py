@@ -79,7 +79,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Gla
         B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + varlen * N, options.scale,
         options.config,
         varlen=bool(varlen),
-        partial=T % C > 0,
+        readable=T,
         chunks=chunks,
         per_channel=_per_channel(x),
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import chunk_loop, launcher, layout, nonfinite, packed, tiles
+from chunkwise.shared.kernels import chunk_loop, chunk_steps, launcher, layout, nonfinite, packed, tiles
 
 
 class KdaBwdRefs(NamedTuple):
@@ -21,7 +21,7 @@ class KdaBwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # int32 [11, B * steps]
+    table: jax.Ref  # `chunk_steps.Steps`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
@@ -176,7 +176,7 @@ def _token_gradients(
         layout.store_heads(ref, d, stored)
 
 
-def _store_in_lanes(ref, x, step: layout.TableStep, stored, C: int) -> None:
+def _store_in_lanes(ref, x, step: chunk_steps.ChunkStep, stored, C: int) -> None:
     """Store a number per token x [heads, C]; if `stored` is not None, only for the rows of the step."""
     ref[...] = x if stored is None else jnp.where(step.columns(C), x, ref[...])
 

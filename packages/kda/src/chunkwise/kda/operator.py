@@ -65,9 +65,9 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     # Fewer tokens than a chunk are padded with zeros; a law would make decays of these.
-    partial = (T if options.activation.use_gate_in_kernel else max(T, C)) % C > 0
+    readable = T if options.activation.use_gate_in_kernel else max(T, C)
     return KdaStatic(
-        B=B, T=max(T, C), partial=partial, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
+        B=B, T=max(T, C), readable=readable, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
         steps=chunking.num_chunks(T, C) + N * varlen, scale=options.scale,
         normalise=bool(options.use_qk_l2norm_in_kernel),
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps), varlen=varlen, config=options.config,

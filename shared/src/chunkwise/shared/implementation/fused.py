@@ -21,9 +21,10 @@ from jax.custom_derivatives import SymbolicZero
 from chunkwise.shared import compat
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import remat
-from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
 from chunkwise.shared.implementation.unread import unless_unread
-from chunkwise.shared.kernels import launcher, layout, packed, pools
+from chunkwise.shared.kernels import chunk_steps, launcher, layout, packed, pools
+from chunkwise.shared.kernels.chunk_steps import Steps
 from chunkwise.shared.kernels.operands import Operands
 from chunkwise.shared.plain import state_map
 
@@ -100,12 +101,26 @@ def implementation(
         # No TPU loads float16. The states are the first array of a pool.
         if x.slots is not None and jax.tree.leaves(x.initial_state)[0].dtype == jnp.float16:
             return '"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".'
-        return limit(x, options)
+        return limit(x, options) or _limit_of_table(kernels, x, options)
 
     return Implementation(
         "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled),
         options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, knows_segments=True,
     )  # fmt: skip
+
+
+def _limit_of_table(kernels: Kernels, x: Arguments, options: Options) -> str | None:
+    """Return why scalar memory has no room for the table of steps; None if it has."""
+    if x.cu_seqlens is None and x.segment_ids is None:
+        return None
+    (B, T), options = x.q.shape[:2], with_chunk_size("fused", x, options)
+    if x.cu_seqlens is None or not (x.with_state or options.output_final_state):
+        return chunk_steps.limit_of_chunks(B, T, options.chunk_size)
+    static = kernels.static_for(x, options._replace(config=kernels.config_for(x, options)), frozenset())
+    blocks = x.slots is not None and x.slots.block_state_indices is not None
+    return chunk_steps.limit_of_pieces(
+        T, kernels.tile_tokens(static), x.num_states, options.block_size if blocks else None
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -123,18 +138,17 @@ def _vary_alike(tree):
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(tree)), tree)
 
 
-def _steps(kernels: Kernels, x: Arguments, options: Options) -> layout.Steps:
+def _steps(kernels: Kernels, x: Arguments, options: Options) -> Steps:
     """Return the steps of a launch over whole sequences."""
     static = kernels.static_for(x, options, frozenset())
     with_states = x.with_state or bool(options.output_final_state)
     tokens = kernels.tile_tokens(static) if with_states and x.cu_seqlens is not None else static.C
-    B, T = x.q.shape[:2]
-    steps = layout.make_steps(B, T, tokens, x.cu_seqlens, with_states, x.segment_ids)
+    steps = chunk_steps.make_steps(x.q.shape[1], tokens, x.cu_seqlens, with_states, x.segment_ids)
     owner = steps.owner
     return steps if owner is None else steps._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
 
 
-def _operands(kernels: Kernels, x: Arguments, static, steps: layout.Steps, backward=False, **more) -> Operands:
+def _operands(kernels: Kernels, x: Arguments, static, steps: Steps, backward=False, **more) -> Operands:
     """Return the operands of a launch."""
     return replace(kernels.lay_out(x, static, backward), table=steps.table, owner=steps.owner, **more)
 
@@ -163,7 +177,7 @@ def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
+def _attend(kernels: Kernels, options: Options, x: Arguments, steps: Steps, precomputed: dict[str, jax.Array]):
     """Run the forward, differentiable; arguments are prepared, and their scale is in the options."""
     static = kernels.static_for(x, options, frozenset())
     return _results(
@@ -177,7 +191,7 @@ def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple
     return _user_output(out["o"], x.v), states
 
 
-def _forward(kernels: Kernels, options: Options, x: Arguments, steps: layout.Steps, precomputed: dict[str, jax.Array]):
+def _forward(kernels: Kernels, options: Options, x: Arguments, steps: Steps, precomputed: dict[str, jax.Array]):
     # With symbolic zeros, every array comes with a flag that says whether its gradient is requested.
     requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
     x, steps, precomputed = jax.tree.map(lambda y: y.value, (x, steps, precomputed))
@@ -262,7 +276,8 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
     static = kernels.static_for(x, options, frozenset())
-    steps = layout.pool_steps(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
+    steps = chunk_steps.pool_steps(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
+    assert steps.table is not None
     static = replace(static, steps=steps.table.shape[1])
     operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool))
     out = kernels.forward(operands, static, ("o", "pool_out"))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import layout, nonfinite, pools
+from chunkwise.shared.kernels import chunk_steps, layout, nonfinite, pools
 from chunkwise.shared.kernels.operands import FusedStatic
 
 
@@ -45,7 +45,7 @@ class StageChunk(NamedTuple):
       index: the number of the chunk among the chunks of the grid step.
     """
 
-    step: layout.TableStep
+    step: chunk_steps.ChunkStep
     masks: Any
     valid: Any
     nonfinite_rows: Any = None
@@ -84,7 +84,7 @@ class StageChunk(NamedTuple):
             nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
 
 
-def stage_chunk(step: layout.TableStep, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
+def stage_chunk(step: chunk_steps.ChunkStep, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
     """Return the chunk of a stage in the variant for these rows; owner_ref holds the owners of tokens [n, 1, lanes]."""
     masks = layout.sequence_masks(owner_ref[index], C, step.before, step.final) if rows is Rows.MIXED else None
     return StageChunk(step, masks, step.rows(C) if rows is Rows.SOME else None, index=index)
@@ -112,32 +112,32 @@ def blocks_backwards(static: FusedStatic) -> layout.Blocks:
     return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.varlen, static.chunks)
 
 
-def current_steps(table_ref, stages: int, static: FusedStatic) -> list[layout.TableStep]:
-    """Return the step of every stage of a pipeline."""
+def current_steps(table_ref, stages: int, static: FusedStatic) -> list[Any]:
+    """Return the step of every stage of a pipeline, a `ChunkStep` or a `Piece`."""
     grid_step = pl.program_id(2)
     return [_in_table(table_ref, step_of(grid_step, stage, stages, static.steps), static) for stage in range(stages)]
 
 
-def current_step_backwards(table_ref, static: FusedStatic) -> layout.TableStep:
+def current_step_backwards(table_ref, static: FusedStatic) -> Any:
     """Return the step of a kernel that takes the last step first."""
     return _in_table(table_ref, static.steps - 1 - pl.program_id(2), static)
 
 
-def _in_table(table_ref, step, static: FusedStatic) -> layout.TableStep:
-    """Return a step of the current row of the batch; in a table of chunks, or without a table, its first chunk."""
-    if table_ref is None:
-        return layout.RowStep(step * static.chunks, static.T, static.C)
-    n = pl.program_id(0) * static.steps + step
-    return layout.TableStep(table_ref, n if static.varlen else n * static.chunks)
+def _in_table(table_ref, step, static: FusedStatic) -> Any:
+    """Return a step of the current row of the batch; the first chunk of a step of several chunks."""
+    if static.varlen:
+        return chunk_steps.Piece(table_ref, step, static.C)
+    row = 0 if table_ref is None else pl.program_id(0) * (static.steps * static.chunks + 1)
+    return chunk_steps.ChunkStep(step * static.chunks, static.readable, static.C, table_ref, row)
 
 
-def ends(step: layout.TableStep) -> jax.Array:
+def ends(step: chunk_steps.ChunkStep) -> jax.Array:
     """Return whether a sequence ends with the step of a kernel that takes the last step first."""
     # Scratch memory holds anything at first, and the last step may be one in which no sequence ends.
     return (pl.program_id(2) == 0) | (step.last == 1)
 
 
-def chunk_range(step: layout.TableStep, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
+def chunk_range(step: chunk_steps.ChunkStep, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
     """Return the range of the chunks that hold rows of a step, counted in the step."""
     chunks = jnp.int32(static.chunks)
     if not static.varlen:
@@ -146,16 +146,14 @@ def chunk_range(step: layout.TableStep, static: FusedStatic) -> tuple[jax.Array,
         return jnp.int32(0), jnp.minimum(chunks, static.chunks * static.steps - step.chunk)
     begin, end = step.begin, step.end
     first, last = (lax.shift_right_logical(n, jnp.int32(static.C.bit_length() - 1)) for n in (begin, end - 1))
-    # A piece without rows may begin where its chunks end, and with wrong boundaries even later.
-    first = jnp.minimum(first, chunks - 1)
     return first, jnp.where(begin < end, jnp.minimum(last + 1, chunks), first)
 
 
 def run_chunk(
-    body: Callable[[StageChunk], None], refs: Any, step: layout.TableStep, index: jax.Array, static: FusedStatic
+    body: Callable[[StageChunk], None], refs: Any, step: chunk_steps.ChunkStep, index: jax.Array, static: FusedStatic
 ) -> None:
     """Run the body of a chunk of a step of several chunks, in the variant that the chunk needs."""
-    step = step.of_chunk(index, static.C, static.varlen)
+    step = step.of_chunk(index)
     run = lambda rows: body(stage_chunk(step, rows, static.C, refs.owner, index))
     run_variant(run, refs, [step], static, filled=True)
 
@@ -276,7 +274,7 @@ def run_backward(
 def run_variant(
     body: Callable[[Rows], None],
     refs: Any,
-    steps: Sequence[layout.TableStep],
+    steps: Sequence[Any],
     static: FusedStatic,
     results: Sequence = (),
     *,
@@ -310,9 +308,9 @@ def run_variant(
         body(Rows.SOME if static.partial else Rows.ALL)
 
 
-def clear_unowned(step: layout.TableStep, results: Sequence, backwards: bool = False) -> None:
+def clear_unowned(step: chunk_steps.Piece, results: Sequence, backwards: bool = False) -> None:
     """Clear the results of a chunk if no step owns some of its rows, in the first grid step that writes the chunk."""
-    pl.when(((step.closes if backwards else step.opens) & step.mixed) == 1)(lambda: layout.clear(*results))
+    pl.when(((step.closes if backwards else step.opens) & step.unowned) == 1)(lambda: layout.clear(*results))
 
 
 def start_state(state_ref, start_ref, begins: jax.Array) -> None:
@@ -323,7 +321,7 @@ def start_state(state_ref, start_ref, begins: jax.Array) -> None:
         state_ref[...] = jnp.zeros_like(state_ref) if start_ref is None else start_ref[...]
 
 
-def read_pool(pool_ref, pool_out_ref, state_ref, step: layout.TableStep, transposed: bool) -> None:
+def read_pool(pool_ref, pool_out_ref, state_ref, step: chunk_steps.Piece, transposed: bool) -> None:
     """Load the state of a sequence from its slot in the pool, where the sequence starts."""
     pl.when(step.first == 1)(lambda: pools.fetch_states(pool_ref, state_ref, step.continues, transposed))
 

@@ -67,6 +67,18 @@ def _interpreted(compiled: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return compiled.replace(jaxpr=compiled.jaxpr.replace(eqns=eqns))
 
 
+def _check_room(name: str, tables: Sequence, scratch_shapes: Sequence) -> None:
+    """Raise NotImplementedError if the tables and the scratch of a kernel do not fit into scalar memory."""
+    held = [*tables, *(x for x in scratch_shapes if getattr(x, "memory_space", None) is pltpu.SMEM)]
+    size = sum(tuning.smem_bytes(*x.shape) for x in held)
+    if size > tuning.SMEM_LIMIT_BYTES:
+        raise NotImplementedError(
+            f"the kernel {name} takes {size} bytes of scalar memory for its tables, and it may take "
+            f"{tuning.SMEM_LIMIT_BYTES}: use fewer tokens, sequences or slots in a call, or "
+            f'implementation="xla".'
+        )
+
+
 def pallas_call(
     kernel: Callable,
     *operands: jax.Array | None,
@@ -107,6 +119,7 @@ def pallas_call(
     Returns:
       The outputs, in the structure of `out_shape`.
     """
+    _check_room(name, operands[:num_scalar_prefetch], scratch_shapes)
     call = functools.partial(
         pl.pallas_call,
         name=name,

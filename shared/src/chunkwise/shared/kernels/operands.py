@@ -19,7 +19,7 @@ class Operands:
     [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
 
     Attributes:
-      table: int32 [rows, B * steps], the table of steps, see `layout.TableStep`.
+      table: the table of steps in scalar memory, or None: see `chunk_steps.Steps`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
@@ -34,7 +34,7 @@ class Operands:
       dht: the cotangent of the final states, laid out as initial_state.
     """
 
-    table: jax.Array = ABSENT
+    table: jax.Array | None = None
     q: jax.Array = ABSENT
     k: jax.Array = ABSENT
     v: jax.Array = ABSENT
@@ -67,8 +67,8 @@ class FusedStatic:
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
       varlen: every packed sequence has a state, and a step is a piece of a chunk, of one sequence.
-      partial: the last chunk of a row has rows that must not be read: they are past the end of the arrays, or a law
-        would make decays of their zeros.
+      readable: tokens of a row that may be read. Rows of its last chunk behind them must not be: they are past the end
+        of the arrays, or a law would make decays of their zeros.
       chunks: chunks of a step.
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
@@ -89,12 +89,17 @@ class FusedStatic:
     scale: float
     config: Any
     varlen: bool
-    partial: bool
+    readable: int
     chunks: int = 1
     p: int = 1
     normalise: bool = False
     compensate: bool = False
     per_channel: bool = False
+
+    @property
+    def partial(self) -> bool:
+        """Whether the last chunk of a row has rows that must not be read."""
+        return self.readable % self.C > 0
 
     @property
     def group(self) -> int:

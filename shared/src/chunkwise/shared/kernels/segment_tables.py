@@ -5,6 +5,7 @@ leaves a state as it is, so it counts as a part of the segment before it: the st
 before it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared.kernels import chunking
+
+# Tokens of a block of `scan_rows`.
+_BLOCK = 1024
 
 
 class Segments(NamedTuple):
@@ -30,14 +34,31 @@ class Segments(NamedTuple):
     begins: jax.Array
 
 
+def scan_rows(scan: Callable, combine: Callable, x: jax.Array, reverse: bool = False) -> jax.Array:
+    """Return scan(x, axis=1) of x int32 [B, T], where `combine` joins two results of a scan.
+
+    For a TPU, XLA takes minutes to compile a scan over a million tokens. So it goes over blocks of them.
+    """
+    B, T = x.shape
+    if T <= 32 * _BLOCK:
+        return scan(x, axis=1, reverse=reverse)
+    x = jnp.flip(x, 1) if reverse else x
+    blocks = jnp.swapaxes(jnp.pad(x, ((0, 0), (0, -T % _BLOCK))).reshape(B, -1, _BLOCK), 1, 2)
+    inside = scan(blocks, axis=1)  # [B, _BLOCK, blocks]
+    before = scan(inside[:, -1], axis=1)[:, None, :-1]
+    whole = jnp.concatenate([inside[:, :, :1], combine(inside[:, :, 1:], before)], axis=2)
+    found = jnp.swapaxes(whole, 1, 2).reshape(B, -1)[:, :T]
+    return jnp.flip(found, 1) if reverse else found
+
+
 def runs(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return int32 [B, T], the first and the last token of the run of equal ids [B, T] that every token is in."""
     T, token = ids.shape[1], jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     change = ids[:, 1:] != ids[:, :-1]
     first = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
     last = jnp.pad(change, ((0, 0), (0, 1)), constant_values=True)
-    start = lax.cummax(jnp.where(first, token, jnp.int32(0)), axis=1)
-    return start, lax.cummin(jnp.where(last, token, jnp.int32(T)), axis=1, reverse=True)
+    start = scan_rows(lax.cummax, jnp.maximum, jnp.where(first, token, jnp.int32(0)))
+    return start, scan_rows(lax.cummin, jnp.minimum, jnp.where(last, token, jnp.int32(T)), reverse=True)
 
 
 def find_segments(segment_ids: jax.Array) -> Segments:
@@ -45,7 +66,7 @@ def find_segments(segment_ids: jax.Array) -> Segments:
     valid = segment_ids >= 0
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     begins = valid & (segment_ids != before)
-    count = jnp.cumsum(begins.astype(jnp.int32), axis=1, dtype=jnp.int32)
+    count = scan_rows(lax.cumsum, jnp.add, begins.astype(jnp.int32))
     return Segments(jnp.maximum(count - 1, 0), valid, begins & (count > 1))
 
 
@@ -64,3 +85,9 @@ def coded_owners(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T:
     owner, last = chunking.token_owners(T, cu_seqlens)[None], jnp.int32(cu_seqlens.shape[0] - 2)
     # Tokens past the last boundary are padding of the last sequence, even if this sequence is empty.
     return jnp.where(owner <= last, owner, ~last)
+
+
+def decoded(owner: jax.Array) -> jax.Array:
+    """Return the sequences of tokens from `coded_owners`; for padding, the sequence before it."""
+    # The complement of x where x is negative, and x elsewhere, without a selection.
+    return owner ^ lax.shift_right_arithmetic(owner, jnp.full_like(owner, 31))

@@ -85,7 +85,8 @@ def nonfinite_segments(
         if state is not None:
             found |= _not_finite(state)[:, :, 0, 0] & (owner == end)
     start, final = segment_tables.runs(owner)
-    before = jnp.pad(jnp.cumsum(found.astype(jnp.int32), axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    count = segment_tables.scan_rows(lax.cumsum, jnp.add, found.astype(jnp.int32))
+    before = jnp.pad(count, ((0, 0), (1, 0)))
     return jnp.take_along_axis(before, final + 1, axis=1) > jnp.take_along_axis(before, start, axis=1)
 
 

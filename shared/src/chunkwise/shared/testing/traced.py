@@ -10,6 +10,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.extend import core
 
+from chunkwise.shared import tuning
+
 
 class Launch(NamedTuple):
     """The launch of a kernel for a TPU.
@@ -18,11 +20,13 @@ class Launch(NamedTuple):
       name: the name of the kernel.
       steps: how many grid steps the program runs in all; 0 if a size of the grid is not known.
       operations: how many operations of JAX its body has; an operation in a branch or loop counts once.
+      table_bytes: the scalar memory that its tables take.
     """
 
     name: str
     steps: int
     operations: int
+    table_bytes: int
 
 
 def _parts(value) -> Iterator[Any]:
@@ -52,7 +56,9 @@ def _walk(jaxpr, times: int) -> Iterator[Launch]:
             grid = eqn.params["grid_mapping"].grid
             known = all(isinstance(size, int) for size in grid)
             steps = times * math.prod(grid) if known else 0
-            yield Launch(eqn.params["name"], steps, count_operations(eqn.params["jaxpr"]))
+            tables = eqn.invars[: eqn.params["grid_mapping"].num_index_operands]
+            size = sum(tuning.smem_bytes(*x.aval.shape) for x in tables)
+            yield Launch(eqn.params["name"], steps, count_operations(eqn.params["jaxpr"]), size)
             continue
         repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _inner(eqn):
