@@ -53,3 +53,10 @@ def test_no_forward_mode():
 def test_types():
     """TPU kernels take no float16."""
     assert not slot_kernel.takes(jnp.zeros((2, 3, 8), jnp.float16))
+
+
+def test_more_slots_than_scalar_memory_holds():
+    """Tables of any kernel that do not fit are refused when the program is traced."""
+    pool, slots = jax.ShapeDtypeStruct((2, 1, 8), jnp.float32), jax.ShapeDtypeStruct((2**18,), jnp.int32)
+    with pytest.raises(NotImplementedError, match="read_slots takes 1048576 bytes of scalar memory .* 983040: use fewer"):
+        jax.eval_shape(slot_kernel.read, pool, slots)
