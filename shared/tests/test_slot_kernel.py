@@ -58,5 +58,5 @@ def test_types():
 def test_more_slots_than_scalar_memory_holds():
     """Tables of any kernel that do not fit are refused when the program is traced."""
     pool, slots = jax.ShapeDtypeStruct((2, 1, 8), jnp.float32), jax.ShapeDtypeStruct((2**18,), jnp.int32)
-    with pytest.raises(NotImplementedError, match="read_slots takes 1048576 bytes of scalar memory .* 983040: use fewer"):
+    with pytest.raises(NotImplementedError, match=r"read_slots takes 1048576 bytes of scalar memory .* 983040: use"):
         jax.eval_shape(slot_kernel.read, pool, slots)
