@@ -77,3 +77,15 @@ def test_tables_of_a_million_tokens(operator, form, size):
 def test_a_million_tokens_compile(name, form, chip):
     run, *shapes = program(OPERATORS[f"chunk_{name}"], form, 1, MILLION)
     assert tpu.launches(tpu.compile_for(run, *shapes, chip=chip).as_text())
+
+
+@pytest.mark.parametrize(
+    ("form", "most"), [("segments", "chunks .* 245760; got 262145"), ("packed with states", "61440")]
+)
+@pytest.mark.parametrize("name", ["gated_delta_rule", "simple_gla"])
+def test_too_many_tokens_are_refused(name, form, most):
+    """Before anything is traced for a kernel; pieces of simple GLA are of 512 tokens."""
+    T = 2**25 if name == "simple_gla" and form != "segments" else 2**24
+    run, *shapes = program(OPERATORS[f"chunk_{name}"], form, 1, T)
+    with pytest.raises(NotImplementedError, match=f"{most}.*: use fewer tokens"):
+        jax.eval_shape(run, *shapes)
