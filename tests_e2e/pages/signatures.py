@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +37,19 @@ def pairs(page: str) -> list[tuple[str, str]]:
     return [pair for *theirs, a, b in rows for pair in zip(theirs, (a, b), strict=True)]
 
 
+def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    module = next(module for module in (pipeline, causal_conv1d, norm_gated) if name in module.__all__)
+    return inspect.signature(getattr(module, name)).parameters
+
+
+def names_here(name: str) -> set[str]:
+    """Return all arguments of our function."""
+    return {*_parameters(name)}
+
+
 def order_here(name: str) -> list[str]:
     """Return the arguments of our function that a call may give by position."""
-    module = next(module for module in (pipeline, causal_conv1d, norm_gated) if name in module.__all__)
-    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    parameters = _parameters(name).values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, pipeline, solve_tril, wy_fast
+from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, norm_gated, pipeline, solve_tril, wy_fast
 from chunkwise.pipeline import (
     check_step,
     chunk_gated_delta_rule,
@@ -285,7 +285,7 @@ ELSEWHERE = {
     "inplace_final_state",
 }
 # Of the stages, and of the convolution.
-OF_PARTS = "chunk_indices cu_seqlens_cpu head_first residual cache"
+OF_PARTS = "chunk_indices cu_seqlens_cpu head_first residual cache backend prenorm"
 OPERATIONS = [
     getattr(pipeline, name) for name in pipeline.__all__ if name.startswith(("chunk_", "recurrent_", "ragged_"))
 ]
@@ -299,6 +299,7 @@ PARTS = [
     kkt.chunk_scaled_dot_kkt,
     solve_tril.solve_tril,
     wy_fast.recompute_w_u,
+    norm_gated.rms_norm_gated,
 ]
 
 

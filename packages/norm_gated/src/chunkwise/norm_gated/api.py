@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from chunkwise.norm_gated import config as tiles
 from chunkwise.norm_gated import tile, vjp, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call import arguments, checks, unknown_arguments
 from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.mesh import partition
 
 
+@unknown_arguments.explained
 def rms_norm_gated(
     x: jax.Array,
     z: jax.Array,

@@ -18,6 +18,8 @@ _MASK = (
     "below 0 at padding."
 )
 _SLOTS = "name the slots of a pool by `state_indices`, which the recurrent and ragged functions take."
+_GRAPH = "leave it out; a jitted program serves all boundaries of the same shape."
+_CONSTANT = "give the constant gates of the layer as `g_gamma`, [HV]."
 
 INSTEAD = {
     "safe_gate": "leave it out; gates of any strength are safe here, and `lower_bound`, where a function has it, alone "
@@ -43,6 +45,13 @@ INSTEAD = {
     "inplace_final_state": "leave it out; with `state_indices` the final states are the new pool, and jit with "
     "`donate_argnames` updates it in place.",
     "output_dtype": "leave it out, and cast the result.",
+    "use_graph": _GRAPH,
+    "max_num_seqs": _GRAPH,
+    "backend": "leave it out, or name an `implementation`.",
+    "layer_idx": _CONSTANT,
+    "num_layers": _CONSTANT,
+    "prenorm": "leave it out, and add the residual to `x` before the call.",
+    "residual_in_fp32": "leave it out, and add the residual to `x` before the call.",
     "residual": "leave it out, and add it to the result of a convolution, or to `x` before a norm.",
     "cache": "call it `states`, without the oldest of its W inputs and with channels last: "
     "`jnp.swapaxes(cache, -1, -2)[:, 1:]`.",
