@@ -176,7 +176,7 @@ def scaled(o: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 def launch(
     body: Callable,
-    refs: type[Any],
+    refs: Callable[..., Any],
     *,
     name: str,
     grid: tuple[int, ...],
@@ -196,7 +196,8 @@ def launch(
 
     Args:
       body: called with the Refs.
-      refs: the NamedTuple of the Refs: a field for every table, input, output and buffer.
+      refs: the NamedTuple of the Refs: a field for every table, input, output and buffer; or a function of the Refs by
+        their names.
       name, grid, cost_estimate, dimension_semantics, in_bounds: as in `pallas_call`. By default the last axis of the
         grid is sequential: rows of the batch and blocks of heads are independent, and steps pass a state on.
       inputs: by name, an array or None, and how it is cut.
@@ -210,9 +211,10 @@ def launch(
     present = {key: (x, spec) for key, (x, spec) in inputs.items() if x is not None}
     requested = [key for key in outputs if requested is None or key in requested]
     fields = *tables, *present, *(f"{key}_out" if key in inputs else key for key in requested), *scratch
+    missing = dict.fromkeys(getattr(refs, "_fields", ()))
     read, operands = [*tables, *present], (*tables.values(), *(x for x, _ in present.values()))
     results = pallas_call(
-        lambda *values: body(refs(**dict.fromkeys(refs._fields) | dict(zip(fields, values, strict=True)))),
+        lambda *values: body(refs(**missing | dict(zip(fields, values, strict=True)))),
         *operands,
         name=name,
         grid=grid,

@@ -17,8 +17,8 @@ BUFFERS = 2
 
 def copy_counts(refs: DecodeRefs, out: bool = False) -> None:
     """Copy the numbers of tokens of all rings to scalar memory, or with `out` back."""
-    pairs = (refs.count_out, refs.counts), (refs.drafts_out, refs.drafts_of)
-    copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.counting) for ends in pairs]
+    pairs = (refs.pools.count, refs.buffers.counts), (refs.pools.drafts, refs.buffers.drafts_of)
+    copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.semaphores.counting) for ends in pairs]
     for copy in copies:
         copy.start()
     for copy in copies:
@@ -35,7 +35,7 @@ def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool 
 
     With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates".
     """
-    b, semaphores = buffer_of(i), refs.stores if out else refs.reads
+    b, semaphores = buffer_of(i), refs.semaphores.stores if out else refs.semaphores.reads
     # Numbers are read here, because a read under a condition takes longer.
     places = table.of_step(refs, table.PLACE, i) if refs.has_rings else None
     convs = table.of_step(refs, table.CONV, i) if refs.has_rings and s.decode_tokens > 1 else None
@@ -67,22 +67,22 @@ def _ends(
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Return the parts of a slot that are copied, each with its buffer of all sequences, and its token in it."""
     if kind == "conv":
-        arrays = zip(refs.arrays("conv", "_out"), refs.arrays("out" if out else "in"), strict=True)
+        arrays = zip(refs.pools.conv, refs.buffers.conv_out if out else refs.buffers.conv_in, strict=True)
         # Over a ring the slots of all tokens of a decode are one after the other.
         W = s.decode_tokens if refs.has_rings else 1
         at = pl.ds(slot * jnp.int32(W), W) if out and W > 1 else conv
         return [(pool.at[at], buffer) for pool, buffer in arrays]
     if kind == "states":
-        found = [(refs.states_out.at[slot], refs.after if out else refs.before)]
-        if refs.scales_out is not None:
-            found.append((refs.scales_out.at[slot], refs.scale_out if out else refs.scale_in))
+        found = [(refs.pools.states.at[slot], refs.buffers.after if out else refs.buffers.before)]
+        if refs.pools.scales is not None:
+            found.append((refs.pools.scales.at[slot], refs.buffers.scale_out if out else refs.buffers.scale_in))
         return found
     pool, before, after = {
-        "keys": (refs.keys_out, refs.ring_key, refs.new_key),
-        "writes": (refs.writes_out, refs.ring_write, refs.new_write),
-        "gates": (refs.gates_out, refs.ring_gate, refs.new_gate),
+        "keys": (refs.pools.keys, refs.buffers.ring_key, refs.buffers.new_key),
+        "writes": (refs.pools.writes, refs.buffers.ring_write, refs.buffers.new_write),
+        "gates": (refs.pools.gates, refs.buffers.ring_gate, refs.buffers.new_gate),
     }[kind]
-    if not out or (kind == "gates" and refs.starts is None):
+    if not out or (kind == "gates" and refs.work.starts is None):
         return [(pool.at[slot], after if out else before)]
     # The rows of a token are one after the other. Rows of several tokens may begin in one register and end in another,
     # which not every compiler copies, so every token has its copy.

@@ -23,8 +23,8 @@ from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 def decode_kernel(refs: DecodeRefs, s: KernelStatic):
     """Run the sequences of a grid step."""
-    i, n = pl.program_id(0), refs.before.shape[1]
-    last = refs.table.shape[0] // (n * table.numbers(refs.targets)) - 1
+    i, n = pl.program_id(0), refs.buffers.before.shape[1]
+    last = refs.step.table.shape[0] // (n * table.numbers(refs.targets)) - 1
 
     @pl.when(i == 0)
     def _():
@@ -47,23 +47,23 @@ def decode_kernel(refs: DecodeRefs, s: KernelStatic):
     def _():
         pl.when(i >= 1)(lambda: copies.copy_slots(refs, s, i - 1, pools.wait, out=True))
         copies.copy_slots(refs, s, i, pools.wait, out=True)
-        T = refs.o.shape[0]
-        refs.o[...] = refs.outputs[:T].astype(refs.o.dtype)
+        T = refs.tokens.o.shape[0]
+        refs.tokens.o[...] = refs.tokens.outputs[:T].astype(refs.tokens.o.dtype)
         if refs.has_rings:
             copies.copy_counts(refs, out=True)
 
 
 def _load_tokens(refs: DecodeRefs) -> None:
     """Store the arrays of tokens side by side as float32, because a load of one float32 row may begin at any row."""
-    T = refs.o.shape[0]
+    T = refs.tokens.o.shape[0]
     for name, lanes in refs.lanes.items():
-        refs.tokens[:T, lanes] = getattr(refs, name)[...].astype(jnp.float32)
+        refs.tokens.side_by_side[:T, lanes] = refs.tokens.named[name][...].astype(jnp.float32)
         # The row for sequences without a token.
-        refs.tokens[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
-    for name, weight in zip(("x0", "x1", "x2"), refs.arrays("w"), strict=False):
-        refs.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
+        refs.tokens.side_by_side[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
+    for name, weight in zip(("x0", "x1", "x2"), refs.layer.w, strict=False):
+        refs.layer.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
     # The output of a token is zero if no sequence has the token.
-    refs.outputs[...] = jnp.zeros_like(refs.outputs)
+    refs.tokens.outputs[...] = jnp.zeros_like(refs.tokens.outputs)
 
 
 def _clear_new(refs: DecodeRefs, i) -> None:
@@ -78,30 +78,32 @@ def _clear_new(refs: DecodeRefs, i) -> None:
 
 
 def _clear_state(refs: DecodeRefs, b, place) -> None:
-    for buffer in (refs.before, refs.scale_in, *refs.arrays("in")):
+    for buffer in (refs.buffers.before, refs.buffers.scale_in, *refs.buffers.conv_in):
         if buffer is not None:
             buffer[b, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
 
 def _fold_rings(refs: DecodeRefs, s: KernelStatic, i) -> None:
     """Fold the rings of grid step i that have no room, or whose sequence goes to another slot."""
-    b, n = copies.buffer_of(i), refs.before.shape[1]
+    b, n = copies.buffer_of(i), refs.buffers.before.shape[1]
 
     def fold(place, carry):
         at = (i * jnp.int32(n) + place) * jnp.int32(table.numbers(1)) + jnp.int32(table.PLACE)
-        kept = jnp.int32(-1) - refs.table[at]
+        kept = jnp.int32(-1) - refs.step.table[at]
 
         @pl.when(kept >= 0)
         def _():
             heads = tile.by_row(range(s.HV), s)
-            states = [refs.before[b, place, h] for h in heads]
-            scales = [None if refs.scale_in is None else refs.scale_in[b, place, h : h + 1] for h in heads]
-            held = (x[b, place] for x in (refs.ring_key, refs.ring_write, refs.ring_gate))
+            states = [refs.buffers.before[b, place, h] for h in heads]
+            scales = [
+                None if refs.buffers.scale_in is None else refs.buffers.scale_in[b, place, h : h + 1] for h in heads
+            ]
+            held = (x[b, place] for x in (refs.buffers.ring_key, refs.buffers.ring_write, refs.buffers.ring_gate))
             folded = ring.fold(states, scales, *held, kept)
             for h, (S, scale) in zip(heads, folded, strict=True):
-                refs.before[b, place, h] = refs.after[b, place, h] = S
+                refs.buffers.before[b, place, h] = refs.buffers.after[b, place, h] = S
                 if scale is not None:
-                    refs.scale_in[b, place, h : h + 1] = refs.scale_out[b, place, h : h + 1] = scale
+                    refs.buffers.scale_in[b, place, h : h + 1] = refs.buffers.scale_out[b, place, h : h + 1] = scale
 
         return carry
 
@@ -116,7 +118,7 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     b, starts = copies.buffer_of(i), table.of_step(refs, table.START, i)
     if s.decode_tokens > 1:
         # Tokens that a sequence does not have are rows of zeros.
-        none, tokens = jnp.int32(refs.o.shape[0]), table.of_step(refs, table.TOKENS, i)
+        none, tokens = jnp.int32(refs.tokens.o.shape[0]), table.of_step(refs, table.TOKENS, i)
         starts = [
             jnp.where(jnp.int32(t) < count, start + jnp.int32(t), none)
             for t in range(s.decode_tokens) for start, count in zip(starts, tokens, strict=True)
@@ -124,8 +126,8 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     # How many tokens of its ring a sequence reads; its new token goes to this place.
     counts = [jnp.maximum(x, jnp.int32(0)) for x in table.of_step(refs, table.PLACE, i)] if refs.has_rings else None
     for place, start in enumerate(starts):
-        refs.rows[place : place + 1, :] = refs.tokens[pl.ds(start, 1), :]
-    channels = [x for j in range(len(refs.arrays("x"))) for x in _channels(refs, s, b, j)]
+        refs.tokens.rows[place : place + 1, :] = refs.tokens.side_by_side[pl.ds(start, 1), :]
+    channels = [x for j in range(len(refs.tokens.x)) for x in _channels(refs, s, b, j)]
     # Copies start as early as possible, so that they overlap with the computation.
     store = functools.partial(copies.copy_slots, refs, s, i, pools.start, out=True)
     store("conv")
@@ -139,22 +141,26 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
     if refs.has_rings:
         _append_keys(refs, s, b, counts, k, gates)
-    beta = None if refs.beta is None else tile.step_size(refs.rows[:, refs.lanes["beta"]], s)
+    beta = None if refs.tokens.beta is None else tile.step_size(refs.tokens.rows[:, refs.lanes["beta"]], s)
     S_k, S_q = reads.read_states(refs, s, b, counts, q, k, decays)
     for h in range(s.HV):
         at = slice(h * s.V, (h + 1) * s.V)
         step = None if beta is None else beta[:, h : h + 1]
-        refs.made[:, at], o = tile.run_rule(q[h // s.group], k[h // s.group], v[h], gates[h], step, S_k[h], S_q[h], s)
+        refs.work.made[:, at], o = tile.run_rule(
+            q[h // s.group], k[h // s.group], v[h], gates[h], step, S_k[h], S_q[h], s
+        )
         if s.norm is not None:
             first = refs.lanes["z"].start + h * s.V
-            o = tile.norm_head(o, refs.rows[:, first : first + s.V], refs.norm[...].astype(jnp.float32), s.norm)
+            o = tile.norm_head(
+                o, refs.tokens.rows[:, first : first + s.V], refs.layer.norm[...].astype(jnp.float32), s.norm
+            )
         # The output replaces channels that have been read; there are more channels than outputs.
-        refs.rows[:, at] = o
+        refs.tokens.rows[:, at] = o
     for place, start in enumerate(starts):
-        refs.outputs[pl.ds(start, 1), :] = refs.rows[place : place + 1, : s.HV * s.V]
+        refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
     if refs.has_rings:
-        made = [refs.made[:, h * s.V : (h + 1) * s.V] for h in tile.by_row(range(s.HV), s)]
-        _store_tokens(refs.new_write, s, b, made)
+        made = [refs.work.made[:, h * s.V : (h + 1) * s.V] for h in tile.by_row(range(s.HV), s)]
+        _store_tokens(refs.buffers.new_write, s, b, made)
     else:
         _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
     store(*refs.kinds[1:])
@@ -165,34 +171,34 @@ def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
 
     The decays are those of each token alone.
     """
-    n = refs.before.shape[1]
+    n = refs.buffers.before.shape[1]
     for place in range(n):
-        rows = [slice(row, row + 1) for row in range(place, refs.rows.shape[0], n)]
+        rows = [slice(row, row + 1) for row in range(place, refs.tokens.rows.shape[0], n)]
         for key in range(s.H):
             columns = [tiles.to_column(k[key][row][None])[0] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.before[b, place, h].astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
+                S, of_head = refs.buffers.before[b, place, h].astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
                 for t, (row, column) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
-                    if t == 0 and refs.scale_in is not None:
-                        decay = decay * refs.scale_in[b, place, h : h + 1]
-                    S = tile.next_state(S, decay, column, refs.made[row, of_head])
-                    refs.after[(*at, h)], scales = ring_tile.stored(S, refs.after.dtype)
+                    if t == 0 and refs.buffers.scale_in is not None:
+                        decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
+                    S = tile.next_state(S, decay, column, refs.work.made[row, of_head])
+                    refs.buffers.after[(*at, h)], scales = ring_tile.stored(S, refs.buffers.after.dtype)
                     if scales is not None:
-                        refs.scale_out[(*at, slice(h, h + 1))] = scales
+                        refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales
 
 
 def _append_keys(refs: DecodeRefs, s: KernelStatic, b, counts, k, gates) -> None:
     """Store the keys and gates of a grid step in the buffers from which they are copied to rings."""
-    _store_tokens(refs.new_key, s, b, k)
-    if refs.starts is not None:
-        _store_tokens(refs.new_gate, s, b, tile.by_row(gates, s))
+    _store_tokens(refs.buffers.new_key, s, b, k)
+    if refs.work.starts is not None:
+        _store_tokens(refs.buffers.new_gate, s, b, tile.by_row(gates, s))
         return
     rows = tile.by_token(jnp.concatenate(tile.by_row(gates, s), axis=1), s)
     for place, at in enumerate(counts):
-        refs.new_gate[b, place] = refs.ring_gate[b, place]
+        refs.buffers.new_gate[b, place] = refs.buffers.ring_gate[b, place]
         for t, row in enumerate(rows):
-            refs.new_gate[b, place, pl.ds(at + jnp.int32(t), 1), :] = row[place : place + 1]
+            refs.buffers.new_gate[b, place, pl.ds(at + jnp.int32(t), 1), :] = row[place : place + 1]
 
 
 def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -> None:
@@ -204,10 +210,10 @@ def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -
 
 def _channels(refs: DecodeRefs, s: KernelStatic, b, j: int) -> list[jax.Array]:
     """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
-    x = refs.rows[:, refs.lanes[f"x{j}"]]
-    if refs.w0 is not None:
-        weight, biases = refs.taps[:, refs.lanes[f"x{j}"]], refs.arrays("b")
-        before, after = refs.arrays("in")[j], refs.arrays("out")[j]
+    x = refs.tokens.rows[:, refs.lanes[f"x{j}"]]
+    if refs.layer.w:
+        weight, biases = refs.layer.taps[:, refs.lanes[f"x{j}"]], refs.layer.b
+        before, after = refs.buffers.conv_in[j], refs.buffers.conv_out[j]
         width, W = weight.shape[0], s.decode_tokens
         inputs = [*(before[b, :, t].astype(jnp.float32) for t in range(width - 1)), *tile.by_token(x, s)]
         for t in range(W):
@@ -229,8 +235,10 @@ def _by_head(channels: list[jax.Array], first: int, heads: int, D: int) -> list[
 
 def _gates(refs: DecodeRefs, s: KernelStatic) -> list[jax.Array]:
     """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
-    g = refs.rows[:, refs.lanes["g"]]
-    A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in (refs.A_log, refs.dt_bias))
+    g = refs.tokens.rows[:, refs.lanes["g"]]
+    A_log, dt_bias = (
+        None if ref is None else ref[...].astype(jnp.float32) for ref in (refs.layer.A_log, refs.layer.dt_bias)
+    )
     size = g.shape[1] // s.HV
     if size == 1:
         found = tile.gate(g, A_log, dt_bias, s)

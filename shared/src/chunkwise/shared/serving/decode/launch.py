@@ -131,7 +131,7 @@ def launch(
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y, *each: pltpu.VMEM((copies.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
     scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * table.numbers(targets),), jnp.int32))
-    scratch["tokens"] = T + 1, x.lanes
+    scratch["side_by_side"] = T + 1, x.lanes
     m = n * s.decode_tokens
     scratch |= dict(rows=(m, x.lanes), outputs=(T + 1, rows))
     if x.weight:
@@ -159,7 +159,7 @@ def launch(
     scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
         functools.partial(kernel.decode_kernel, s=s),
-        DecodeRefs,
+        DecodeRefs.grouped,
         name=s.rule.name,
         grid=(groups,),
         dimension_semantics=("arbitrary",),

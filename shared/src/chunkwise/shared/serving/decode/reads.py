@@ -30,21 +30,21 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> t
       q, k: queries and keys, [m, K] for every key head.
       decays: the decays up to the tokens, [m, 1] or [m, K] for every value head.
     """
-    m, per_channel = refs.rows.shape[0], decays[0].shape[1] > 1
-    on_matrix_unit = refs.before.dtype != jnp.float32
+    m, per_channel = refs.tokens.rows.shape[0], decays[0].shape[1] > 1
+    on_matrix_unit = refs.buffers.before.dtype != jnp.float32
     rows = [[x[h // s.group] * decays[h] if per_channel else x[h // s.group] for x in (k, q)] for h in range(s.HV)]
     scores: Any = None
     start: Any = None
     of_ring: Any = None
     weights: Any = None
     if refs.has_rings:
-        parts = refs.parts if refs.ring_parts is None else refs.ring_parts
+        parts = refs.work.parts if refs.work.ring_parts is None else refs.work.ring_parts
         _split_rows(parts, s, rows)
         scores = _score_rings(refs, parts, s, b, counts)
     if factors := _factors(refs, s, b):
         rows = [[x * factor for x in pair] for pair, factor in zip(rows, factors, strict=True)]
     if on_matrix_unit and (factors or not refs.has_rings):
-        _split_rows(refs.parts, s, rows)
+        _split_rows(refs.work.parts, s, rows)
     # How many value heads have the same rows. The matrix unit takes products in the order of the program: those with
     # states fill the time of those of rings that wait for others.
     together = 1 if per_channel or factors else s.group
@@ -64,10 +64,10 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> t
         first, row = 8 * m * h, tile.row_of(h, s)
         found: list[Any]
         if on_matrix_unit:
-            of_part = [refs.products[pl.ds(first + j, m, stride=8), :] for j in range(2 * tile.PARTS)]
+            of_part = [refs.work.products[pl.ds(first + j, m, stride=8), :] for j in range(2 * tile.PARTS)]
             found = [sum(of_part[0::2]), sum(of_part[1::2])]
         else:
-            found = [refs.products[first + j * m : first + (j + 1) * m, :] for j in range(2)]
+            found = [refs.work.products[first + j * m : first + (j + 1) * m, :] for j in range(2)]
         if refs.has_rings:
             found = found if per_channel else [_each(start[:, row : row + 1], s) * x for x in found]
             found = [x + y for x, y in zip(found, of_ring[row], strict=True)]
@@ -78,11 +78,11 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> t
 
 def _factors(refs: DecodeRefs, s: KernelStatic, b) -> list[jax.Array]:
     """Return the factor of every value head; an empty list if there is none."""
-    n, factors = refs.before.shape[1], []
-    if refs.starts is not None:
-        factors.append([refs.starts[pl.ds(tile.row_of(h, s), n, stride=s.HV), :] for h in range(s.HV)])
-    if refs.scale_in is not None:
-        factors.append([refs.scale_in[b, :, h] for h in range(s.HV)])
+    n, factors = refs.buffers.before.shape[1], []
+    if refs.work.starts is not None:
+        factors.append([refs.work.starts[pl.ds(tile.row_of(h, s), n, stride=s.HV), :] for h in range(s.HV)])
+    if refs.buffers.scale_in is not None:
+        factors.append([refs.buffers.scale_in[b, :, h] for h in range(s.HV)])
     return [_each(functools.reduce(operator.mul, of_head), s) for of_head in zip(*factors, strict=True)]
 
 
@@ -93,13 +93,13 @@ def _each(x: jax.Array, s: KernelStatic) -> jax.Array:
 
 def _read_alone(refs: DecodeRefs, b, head: int, rows: list[jax.Array]) -> None:
     """Put the products of keys and queries with the states of a value head into a buffer, by the vector unit."""
-    n, m = refs.before.shape[1], refs.rows.shape[0]
+    n, m = refs.buffers.before.shape[1], refs.tokens.rows.shape[0]
     for place in range(n):
-        S = refs.before[b, place, head]
+        S = refs.buffers.before[b, place, head]
         for row in range(place, m, n):
             for j, x in enumerate(rows):
                 at = 8 * m * head + j * m + row
-                refs.products[at : at + 1, :] = tile.read_on_vector_unit(S, x[row : row + 1])
+                refs.work.products[at : at + 1, :] = tile.read_on_vector_unit(S, x[row : row + 1])
 
 
 def _read_together(refs: DecodeRefs, s: KernelStatic, b, heads) -> None:
@@ -107,17 +107,17 @@ def _read_together(refs: DecodeRefs, s: KernelStatic, b, heads) -> None:
 
     The states lie side by side, because the matrix unit of most chips has 256 columns.
     """
-    n, m = refs.before.shape[1], refs.rows.shape[0]
+    n, m = refs.buffers.before.shape[1], refs.tokens.rows.shape[0]
     for place in range(n):
         # The rows of a sequence.
         first = tile.row_of(heads[0], s) * m
-        some = [refs.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
-        S = jnp.concatenate([refs.before[b, place, h].astype(jnp.bfloat16) for h in heads], axis=1)
+        some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
+        S = jnp.concatenate([refs.buffers.before[b, place, h].astype(jnp.bfloat16) for h in heads], axis=1)
         y = tile.read_on_matrix_unit(S, jnp.concatenate(some))
         for j, h in enumerate(heads):
             for t, row in enumerate(range(place, m, n)):
                 first = 8 * (m * h + row)
-                refs.products[first : first + 8, :] = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
+                refs.work.products[first : first + 8, :] = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
 
 
 def _split_rows(parts: jax.Ref, s: KernelStatic, rows) -> None:
@@ -140,26 +140,26 @@ def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -
 
     With gates per channel the keys are decayed, and the decays of states over rings are stored.
     """
-    n, m, dtype = refs.before.shape[1], refs.rows.shape[0], refs.ring_key.dtype
+    n, m, dtype = refs.buffers.before.shape[1], refs.tokens.rows.shape[0], refs.buffers.ring_key.dtype
     some = ring.parts_of(dtype) * 2 * s.HV
     rows = [[parts[pl.ds(row, some, stride=m), :] for row in range(place, m, n)] for place in range(n)]
     keys = []
     for place, count in enumerate(counts):
-        if refs.starts is None:
-            keys.append(ring_tile.exact_parts(refs.ring_key[b, place][None], dtype))
+        if refs.work.starts is None:
+            keys.append(ring_tile.exact_parts(refs.buffers.ring_key[b, place][None], dtype))
             continue
-        left, start = ring.decayed_keys(refs.ring_key[b, place], refs.ring_gate[b, place], count, s.HV)
-        refs.starts[place * s.HV : (place + 1) * s.HV, :] = start
+        left, start = ring.decayed_keys(refs.buffers.ring_key[b, place], refs.buffers.ring_gate[b, place], count, s.HV)
+        refs.work.starts[place * s.HV : (place + 1) * s.HV, :] = start
         keys.append(ring.in_parts(left, dtype))
     return ring.score(rows, keys, [count * jnp.int32(s.H) for count in counts], s.HV)
 
 
 def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[Any, list[tuple[jax.Array, ...]]]:
     """Return the decays of states over rings [n, HV], None with gates per channel, and the weights of writes."""
-    n, dtype = refs.before.shape[1], refs.ring_write.dtype
-    if refs.starts is not None:
+    n, dtype = refs.buffers.before.shape[1], refs.buffers.ring_write.dtype
+    if refs.work.starts is not None:
         return None, ring.weigh(scores, None, n, s.HV, dtype)
-    gates = [ring.existing(refs.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
+    gates = [ring.existing(refs.buffers.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
     # Once for keys and once for queries of each token.
     copies = 2 * s.decode_tokens
     left, start = ring.remaining([jnp.concatenate([x] * copies, axis=1) for x in gates], s.HV)
@@ -168,11 +168,11 @@ def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[
 
 def _read_rings(refs: DecodeRefs, s: KernelStatic, b, counts, weights) -> list[list[jax.Array]]:
     """Return the values that keys and queries read from rings, [m, V] each, for every row of the order [R, H]."""
-    n, rows = refs.before.shape[1], 2 * s.HV * s.decode_tokens
+    n, rows = refs.buffers.before.shape[1], 2 * s.HV * s.decode_tokens
     for place, (x, count) in enumerate(zip(weights, counts, strict=True)):
-        values = ring.read(x, refs.ring_write[b, place], count, s.HV)
-        refs.ring_reads[place * rows : (place + 1) * rows, :] = values
+        values = ring.read(x, refs.buffers.ring_write[b, place], count, s.HV)
+        refs.work.ring_reads[place * rows : (place + 1) * rows, :] = values
     load = lambda first: jnp.concatenate(
-        [refs.ring_reads[pl.ds(row, n, stride=rows), :] for row in range(first, rows, 2 * s.HV)]
+        [refs.work.ring_reads[pl.ds(row, n, stride=rows), :] for row in range(first, rows, 2 * s.HV)]
     )
     return [[load(row), load(s.HV + row)] for row in range(s.HV)]

@@ -112,7 +112,7 @@ class Decodes(NamedTuple):
 
     @property
     def tokens(self) -> dict[str, jax.Array]:
-        """The arrays of tokens, by their names in `DecodeRefs`."""
+        """The arrays of tokens, by the names of their Refs."""
         named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
         return {name: y for name, y in named.items() if y is not None}
 
@@ -123,7 +123,7 @@ class Decodes(NamedTuple):
 
     @property
     def constants(self) -> dict[str, jax.Array]:
-        """The arrays that all tokens share, by their names in `DecodeRefs`: rows, except weights of convolutions."""
+        """The arrays that all tokens share, by the names of their Refs: rows, except weights of convolutions."""
         rows = {f"b{j}": y for j, y in enumerate(self.bias)} | {"norm": self.norm}
         if self.static.law is not None:
             zeros = lambda size: jnp.zeros(size, jnp.float32)

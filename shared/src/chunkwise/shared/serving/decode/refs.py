@@ -1,6 +1,7 @@
-"""The Refs of the kernel of `decode.kernel`."""
+"""The Refs of the kernel of `decode.kernel`, in groups."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,8 +11,8 @@ from chunkwise.shared.kernels import packed
 _ARRAYS = 3
 
 
-class DecodeRefs(NamedTuple):
-    """The Refs of the kernel. Queries, keys and values are channels of one array or of three.
+class StepRefs(NamedTuple):
+    """Which sequences there are, and their slots.
 
     Attributes:
       boundaries: int32 [N + 1].
@@ -20,26 +21,94 @@ class DecodeRefs(NamedTuple):
       continues: int32 [N], 0 for a sequence that starts from zeros, or None.
       accepted: int32 [N], how many tokens of the decode before are kept, or None: over rings for all, else for one.
       decodes, sequences: int32 [1], the counts of the call.
-      x0, x1, x2: [T, channels], inputs of the convolution, None for arrays that there are not.
-      g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
-      w0, w1, w2, b0, b1, b2: [channels, W] and [1, channels], weights and biases of the convolution, or None.
-      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm, or None.
-      conv0, conv1, conv2: pools of convolutions.
-      states, scales, keys, writes, gates, count, drafts: the arrays of the `StatePool`, or None. Tokens of a ring are
-        rows of one matrix for a slot: keys [slots, L H, K], writes [slots, L HV, V], and gates [slots, L, HV], or per
-        channel [slots, L HV, K].
-      o: [T, HV V].
       table: int32 [sequences numbers] in scalar memory, some numbers for a sequence: its first token; its slot to read,
         below 0 for none; over rings how many tokens its ring holds, or -1 minus that number if the ring is folded; for
         decodes of several tokens how many it has, and over rings the slot of convolutions that it reads; and its slots
         to write.
-      taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
-      tokens: float32 [T + 1, lanes], all arrays of tokens side by side, each in whole registers; the last row is zeros.
+    """
+
+    boundaries: jax.Ref
+    write: jax.Ref
+    read: Any
+    continues: Any
+    accepted: Any
+    decodes: jax.Ref
+    sequences: jax.Ref
+    table: jax.Ref
+
+
+class TokenRefs(NamedTuple):
+    """The tokens of the step, and of a grid step. Queries, keys and values are channels of one array or of three.
+
+    Attributes:
+      x: [T, channels] each, inputs of the convolution.
+      g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
+      o: [T, HV V].
+      side_by_side: float32 [T + 1, lanes], all arrays of tokens, each in whole registers; the last row is zeros.
       rows: float32 [m, lanes], the tokens of the n sequences of a grid step: the first tokens, then the second ones,
         with m = n times the tokens of a decode.
       outputs: float32 [T + 1, HV V]; the last row is for sequences without a token.
-      in0, in1, in2: buffers of slots of the convolutions, [2, n, W - 1, channels]; out0, out1, out2: the same, or
-        for decodes of several tokens [2, n, tokens, W - 1, channels].
+    """
+
+    x: tuple[jax.Ref, ...]
+    g: jax.Ref
+    beta: Any
+    z: Any
+    o: jax.Ref
+    side_by_side: jax.Ref
+    rows: jax.Ref
+    outputs: jax.Ref
+
+    @property
+    def named(self) -> dict[str, jax.Ref]:
+        """The arrays of tokens by their names, in their order side by side."""
+        named = {f"x{i}": ref for i, ref in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
+        return {name: ref for name, ref in named.items() if ref is not None}
+
+
+class LayerRefs(NamedTuple):
+    """The weights of a layer; empty or None where the kernel runs an operator alone.
+
+    Attributes:
+      w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
+      taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
+      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
+    """
+
+    w: tuple[jax.Ref, ...]
+    b: tuple[jax.Ref, ...]
+    taps: Any
+    A_log: Any
+    dt_bias: Any
+    norm: Any
+
+
+class PoolRefs(NamedTuple):
+    """The pools in HBM, updated in place.
+
+    Attributes:
+      conv: the pools of convolutions.
+      states, scales, keys, writes, gates, count, drafts: the arrays of the `StatePool`, or None. Tokens of a ring are
+        rows of one matrix for a slot: keys [slots, L H, K], writes [slots, L HV, V], and gates [slots, L, HV], or per
+        channel [slots, L HV, K].
+    """
+
+    conv: tuple[jax.Ref, ...]
+    states: jax.Ref
+    scales: Any
+    keys: Any
+    writes: Any
+    gates: Any
+    count: Any
+    drafts: Any
+
+
+class BufferRefs(NamedTuple):
+    """The buffers of slots, between which and the pools the kernel copies.
+
+    Attributes:
+      conv_in: buffers of slots of the convolutions, [2, n, W - 1, channels] each; conv_out: the same, or for decodes of
+        several tokens [2, n, tokens, W - 1, channels].
       before, after, scale_in, scale_out: buffers of slots, [2, n, ...], of those that are written [2, n, targets, ...]
         if a sequence writes several.
       ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
@@ -47,89 +116,78 @@ class DecodeRefs(NamedTuple):
         their gates, [2, n, HV, K], or of all gates of rings, [2, n, L, HV]. Those of several tokens have a dimension
         of tokens after n.
       counts, drafts_of: int32 [slots] in scalar memory, the numbers of tokens of rings.
+    """
+
+    conv_in: tuple[jax.Ref, ...]
+    conv_out: tuple[jax.Ref, ...]
+    before: jax.Ref
+    after: jax.Ref
+    scale_in: Any
+    scale_out: Any
+    ring_key: Any
+    ring_write: Any
+    ring_gate: Any
+    new_key: Any
+    new_write: Any
+    new_gate: Any
+    counts: Any
+    drafts_of: Any
+
+
+class WorkRefs(NamedTuple):
+    """What a grid step computes with.
+
+    Attributes:
       parts: float32 [HV 8 m, K], parts of keys and queries; products: float32 [HV 8 m, V], parts times states.
       ring_parts: the same for reads from rings; None if they are the same.
       starts: float32 [n HV, K], the decays of states over rings for gates per channel; None for other gates.
       ring_reads: float32 [m 2 HV, V], the values that keys and queries read from rings.
       made: float32 [m, HV V], the values that the tokens write.
-      reads, stores: semaphores of the copies, [2]; counting: the semaphore of the copies of counts.
     """
 
-    boundaries: jax.Ref
-    write: jax.Ref
-    read: jax.Ref
-    continues: jax.Ref
-    accepted: jax.Ref
-    decodes: jax.Ref
-    sequences: jax.Ref
-    x0: jax.Ref
-    x1: jax.Ref
-    x2: jax.Ref
-    g: jax.Ref
-    beta: jax.Ref
-    z: jax.Ref
-    w0: jax.Ref
-    w1: jax.Ref
-    w2: jax.Ref
-    b0: jax.Ref
-    b1: jax.Ref
-    b2: jax.Ref
-    A_log: jax.Ref
-    dt_bias: jax.Ref
-    norm: jax.Ref
-    conv0: jax.Ref
-    conv1: jax.Ref
-    conv2: jax.Ref
-    states: jax.Ref
-    scales: jax.Ref
-    keys: jax.Ref
-    writes: jax.Ref
-    gates: jax.Ref
-    count: jax.Ref
-    drafts: jax.Ref
-    o: jax.Ref
-    conv0_out: jax.Ref
-    conv1_out: jax.Ref
-    conv2_out: jax.Ref
-    states_out: jax.Ref
-    scales_out: jax.Ref
-    keys_out: jax.Ref
-    writes_out: jax.Ref
-    gates_out: jax.Ref
-    count_out: jax.Ref
-    drafts_out: jax.Ref
-    table: jax.Ref
-    taps: jax.Ref
-    tokens: jax.Ref
-    rows: jax.Ref
-    outputs: jax.Ref
-    in0: jax.Ref
-    in1: jax.Ref
-    in2: jax.Ref
-    out0: jax.Ref
-    out1: jax.Ref
-    out2: jax.Ref
-    before: jax.Ref
-    after: jax.Ref
-    scale_in: jax.Ref
-    scale_out: jax.Ref
-    ring_key: jax.Ref
-    ring_write: jax.Ref
-    ring_gate: jax.Ref
-    new_key: jax.Ref
-    new_write: jax.Ref
-    new_gate: jax.Ref
-    counts: jax.Ref
-    drafts_of: jax.Ref
     parts: jax.Ref
-    ring_parts: jax.Ref
-    starts: jax.Ref
+    ring_parts: Any
+    starts: Any
     products: jax.Ref
-    ring_reads: jax.Ref
+    ring_reads: Any
     made: jax.Ref
+
+
+class SemaphoreRefs(NamedTuple):
+    """The semaphores of copies: reads and stores of slots, [2], and the copies of counts."""
+
     reads: jax.Ref
     stores: jax.Ref
-    counting: jax.Ref
+    counting: Any
+
+
+class DecodeRefs(NamedTuple):
+    """The Refs of the kernel, in groups."""
+
+    step: StepRefs
+    tokens: TokenRefs
+    layer: LayerRefs
+    pools: PoolRefs
+    buffers: BufferRefs
+    work: WorkRefs
+    semaphores: SemaphoreRefs
+
+    @classmethod
+    def grouped(cls, **named: jax.Ref) -> "DecodeRefs":
+        """Return the Refs by the names that the launch gives them; a name that is missing becomes None."""
+        arrays = lambda begin, end="": _numbered(named, begin, end)
+        known: dict[str, Any] = named | {name: named.get(f"{name}_out") for name in PoolRefs._fields}
+        known |= dict(x=arrays("x"), w=arrays("w"), b=arrays("b"), conv=arrays("conv", "_out"))
+        known |= dict(conv_in=arrays("in"), conv_out=arrays("out"))
+
+        def pick(group: Any) -> dict[str, Any]:
+            return {name: known.get(name) for name in group._fields}
+
+        return cls(
+            StepRefs(**pick(StepRefs)), TokenRefs(**pick(TokenRefs)), LayerRefs(**pick(LayerRefs)),
+            PoolRefs(**pick(PoolRefs)), BufferRefs(**pick(BufferRefs)), WorkRefs(**pick(WorkRefs)),
+            SemaphoreRefs(**pick(SemaphoreRefs)),
+        )  # fmt: skip
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -139,24 +197,23 @@ class DecodeRefs(NamedTuple):
     @property
     def targets(self) -> int:
         """How many slots a sequence writes: without rings one for each token of a decode."""
-        return self.write.shape[0] // (self.boundaries.shape[0] - 1)
+        return self.step.write.shape[0] // (self.step.boundaries.shape[0] - 1)
 
     @property
     def has_rings(self) -> bool:
         """Whether the states have rings."""
-        return self.keys is not None
-
-    def arrays(self, name: str, suffix: str = "") -> list[jax.Ref]:
-        """Return the Refs of a name, one for every array of channels."""
-        found = (getattr(self, f"{name}{i}{suffix}") for i in range(_ARRAYS))
-        return [ref for ref in found if ref is not None]
+        return self.pools.keys is not None
 
     @property
     def lanes(self) -> dict[str, slice]:
-        """The lanes of each array in `tokens`: the channels, one array after the other, and the gates."""
+        """The lanes of each array side by side: the channels, one array after the other, and the gates."""
         found, at = {}, 0
-        for name in ("x0", "x1", "x2", "g", "beta", "z"):
-            if (ref := getattr(self, name)) is not None:
-                found[name] = slice(at, at + ref.shape[1])
-                at += packed.pad_lanes(ref.shape[1])
+        for name, ref in self.tokens.named.items():
+            found[name] = slice(at, at + ref.shape[1])
+            at += packed.pad_lanes(ref.shape[1])
         return found
+
+
+def _numbered(named: Mapping[str, jax.Ref], begin: str, end: str) -> tuple[jax.Ref, ...]:
+    """Return the Refs of a name, one for every array of channels."""
+    return tuple(named[f"{begin}{i}{end}"] for i in range(_ARRAYS) if f"{begin}{i}{end}" in named)
