@@ -7,7 +7,7 @@ import pytest
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.kernels.inverse import unit_lower_inverse
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 
@@ -39,3 +39,19 @@ def test_inverse(C, p, kind):
     X = jax.jit(unit_lower_inverse)(jnp.asarray(np.concatenate(list(np.moveaxis(M, 1, 0)), axis=2)))
     want = np.linalg.inv(np.eye(C) + M.astype(np.float64))
     assert_close("X", X, np.concatenate(list(np.moveaxis(want, 1, 0)), axis=2), TOLERANCE["float32"])
+
+
+def test_gradients_of_one_chunk_from_an_empty_state():
+    """Interpreted in one program, of which XLA knows that the state is zeros, and that the cotangents are ones."""
+    x = make_inputs(1, 20, 1, 1, 8, 8, dtype=jnp.bfloat16, normalise=False)
+    options = dict(use_qk_l2norm_in_kernel=True)
+
+    @jax.jit
+    @jax.grad
+    def gradients(x):
+        o, _ = chunk_gated_delta_rule(**x, **options, implementation="fused")
+        return jnp.sum(o.astype(jnp.float32))
+
+    expected = reference(**x, **options, do=np.ones(x["v"].shape))[2]
+    for name, y in gradients(x).items():
+        assert_close(f"d{name}", y, expected[name], tolerance(f"d{name}", "bfloat16"))

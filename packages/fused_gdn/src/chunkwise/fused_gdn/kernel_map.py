@@ -81,7 +81,8 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
     # In the first grid steps scratch memory holds anything; the first step of a sequence resets the state.
     @pl.when(prev.first == 1)
     def _():
-        start = jnp.zeros((s.heads, s.K, s.V), jnp.float32) if refs.initial_state is None else refs.initial_state[...]
+        shape = s.heads, s.K, s.V
+        start = chunk_loop.empty_state(shape) if refs.initial_state is None else refs.initial_state[...]
         refs.state[:, :, : s.V] = start
         if refs.M is not None:
             i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))

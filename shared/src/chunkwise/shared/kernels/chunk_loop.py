@@ -229,7 +229,8 @@ def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
     S = refs.state[heads]
     if refs.pool is not None or prev.masks is not None:
         return S
-    return jnp.where(prev.step.first == 1, 0.0 if refs.initial_state is None else refs.initial_state[heads], S)
+    start = empty_state(S.shape) if refs.initial_state is None else refs.initial_state[heads]
+    return jnp.where(prev.step.first == 1, start, S)
 
 
 def run_backward(
@@ -313,12 +314,22 @@ def clear_unowned(step: chunk_steps.Piece, results: Sequence, backwards: bool = 
     pl.when(((step.closes if backwards else step.opens) & step.unowned) == 1)(lambda: layout.clear(*results))
 
 
+def empty_state(shape: tuple[int, ...]) -> jax.Array:
+    """Return a state of zeros, of which XLA does not know where a kernel is interpreted that they are zeros.
+
+    A CPU multiplies an array by numbers that XLA knows to be all the same as if they were an array in memory, if a sum
+    over the product follows in the same fusion: it reads whatever lies there.
+    """
+    zeros = jnp.zeros(shape, jnp.float32)
+    return lax.platform_dependent(zeros, mosaic=lambda x: x, default=lax.optimization_barrier)
+
+
 def start_state(state_ref, start_ref, begins: jax.Array) -> None:
     """Load an initial state, or in a backward the gradient of a final state; zeros if there is no such Ref."""
 
     @pl.when(begins)
     def _():
-        state_ref[...] = jnp.zeros_like(state_ref) if start_ref is None else start_ref[...]
+        state_ref[...] = empty_state(state_ref.shape) if start_ref is None else start_ref[...]
 
 
 def read_pool(pool_ref, pool_out_ref, state_ref, step: chunk_steps.Piece, transposed: bool) -> None:

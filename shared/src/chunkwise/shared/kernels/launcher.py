@@ -155,7 +155,13 @@ def pallas_call(
         hold = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
         return core.jaxpr_as_fun(compiled)(*(hold(x) if held else x for x, held in zip(given, in_hbm, strict=True)))
 
-    by_platform = functools.partial(lax.platform_dependent, tpu=on_tpu, default=core.jaxpr_as_fun(interpreted))
+    def elsewhere(*given):
+        # As a compiled kernel, an interpreted one gets arrays of which XLA knows nothing, such as cotangents of ones or
+        # the states before a first chunk; `chunk_loop.empty_state` says why.
+        results = core.jaxpr_as_fun(interpreted)(*lax.optimization_barrier(given))
+        return lax.optimization_barrier(results)
+
+    by_platform = functools.partial(lax.platform_dependent, tpu=on_tpu, default=elsewhere)
     results = _without_derivative(by_platform, name)(*jax.tree.leaves(values))
     shapes, structure = jax.tree.flatten(out_shape)
     return structure.unflatten(x.astype(want.dtype) for x, want in zip(results, shapes, strict=True))
