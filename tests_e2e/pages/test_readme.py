@@ -28,6 +28,7 @@ PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README
 # Those that take long, or whose code is mostly that of other pages.
 REPEATS = (
     "distribution",
+    "fine-tuning",
     "flax",
     "from-tokamax",
     "integrations",
