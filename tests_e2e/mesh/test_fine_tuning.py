@@ -62,7 +62,9 @@ def train(folder: Path, dies: str, rank: int) -> list[float]:
         return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, on.x), lambda index: rows[index[0]])
 
     weights = jax.jit(first_weights, out_shardings=everywhere)()
-    state = dict(weights=weights, moments=jax.jit(optimizer.init)(weights), losses=np.zeros(STEPS))
+    # Without `out_shardings` the state lies on one device, because its zeros are made of no array.
+    moments = jax.jit(optimizer.init, out_shardings=everywhere)(weights)
+    state = dict(weights=weights, moments=moments, losses=np.zeros(STEPS))
     with ocp.CheckpointManager(folder) as checkpoints:
         last = checkpoints.latest_step() or 0
         if last:
