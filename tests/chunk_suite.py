@@ -82,16 +82,19 @@ def run_chunks(chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arra
     return found
 
 
-def assert_recurrence(chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays) -> None:
+def assert_recurrence(
+    chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays, erase_before_decay: bool = False
+) -> None:
     """Fail unless chunk and chunk_bwd give the results and the gradients of the token recurrence.
 
     In float64 they are compared with the oracle, and with the derivatives that JAX takes of the recurrence and of
     `chunk`; in float32 with the oracle.
     """
-    o, final_state, gradients = oracle.reference(**x, scale=SCALE, do=cotangents["o"], dht=cotangents["final_state"])
+    law, given = dict(erase_before_decay=erase_before_decay), dict(do=cotangents["o"], dht=cotangents["final_state"])
+    o, final_state, gradients = oracle.reference(**x, **law, **given, scale=SCALE)
     by_token = dict(o=o, final_state=final_state) | {f"d{name}": dx for name, dx in gradients.items()}
     with jax.enable_x64(True):
-        derived = _derived(chunk)(*_cast((x, cotangents), "float64"))
+        derived = _derived(chunk, erase_before_decay)(*_cast((x, cotangents), "float64"))
     found = run_chunks(chunk, chunk_bwd, x, cotangents, "float64")
     for expected in (by_token, *derived):
         _assert_all_close(found, expected, **FLOAT64)
@@ -118,13 +121,15 @@ def _by_chunk(chunk, chunk_bwd):
 
 
 @functools.cache
-def _derived(chunk):
+def _derived(chunk, erase_before_decay):
     """Return the program of the results and derivatives of the token recurrence, and of `chunk`."""
 
     def by_token(x, _):
         q, k, v, g, beta, b, w = (x.get(name) for name in TOKENS)
         p, v, beta = (None, v, beta) if b is None else (b * k, w * v, jnp.ones(v.shape[:3]))
-        o, final_state = recurrence.recurrence(q, k, v, g, beta, SCALE, x["initial_state"], jnp.float64, p)
+        o, final_state = recurrence.recurrence(
+            q, k, v, g, beta, SCALE, x["initial_state"], jnp.float64, p, erase_before_decay=erase_before_decay
+        )
         return dict(o=o, final_state=final_state)
 
     runs = (by_token, lambda x, _: scan_chunks(chunk, x)[0])
