@@ -250,3 +250,20 @@ def test_gradients(gradients):
         assert abs(np.sum(direction * np.asarray(gradient, np.float64)) - want) < 1e-5 * size, jax.tree_util.keystr(
             path
         )
+
+
+@layers
+def test_strict_modes(name):
+    """No layer promotes a rank or a type, forward and backward, also with weights and hidden states of bfloat16."""
+    (x, w), cache, layer = make(name, B=1), make_cache(name, 4), LAYERS[name]
+
+    def loss(x, w, cache):
+        got = layer.run(x, w, layer.config, cache, True, cu_seqlens=jnp.asarray(PACKED), implementation="xla")
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(got))
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    kept = {key: getattr(w, key) for key in ("A_log", "dt_bias", "skip") if hasattr(w, key)}
+    half, half_w = jax.tree.map(lambda y: y.astype(jnp.bfloat16), (x, w))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert jax.eval_shape(gradient, x, w, cache)[0].dtype == jnp.float32
+        assert jax.eval_shape(gradient, half, half_w._replace(**kept), cache)[0].dtype == jnp.bfloat16

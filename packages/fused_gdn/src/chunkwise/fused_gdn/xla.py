@@ -51,11 +51,11 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
         kk, *qk = jnp.split(repeat(products.dot_nt(jnp.concatenate(readers, axis=2), k)), len(readers), axis=2)
     # A token reads its value without a decay.
     scores = [jnp.where(tiles.row_index(C) == tiles.column_index(C), y, decay * y) for y in qk]
-    k = repeat(k)
+    k = repeat(k).astype(jnp.float32)
     return chunks.Form(
         through=through,
         k=_swap(to_end) * k,
-        q=None if q is None else _swap(from_start) * repeat(q),
+        q=None if q is None else _swap(from_start) * repeat(q).astype(jnp.float32),
         scores=scores[0] if scores else None,
         A=decay * kk * beta,
         e=_swap(from_start) * k,

@@ -118,7 +118,7 @@ def _mix(
     projected = [running.project(x, matrix) for matrix in (weights.q, weights.k, weights.v)]
     f, z, b, w = (running.project(x, *factors) for factors in (weights.f, weights.z, (weights.b,), (weights.w,)))
     (q, k, v), conv = running.convolve_heads(run, config, projected, weights.conv)
-    w, z = running.by_head(w, config.HV), z + weights.z_bias.astype(z.dtype)
+    w, z = running.by_head(w, config.HV), running.with_bias(z, weights.z_bias)
     g, b = (tiles.repeat_heads(running.by_head(y, config.H), config.HV, axis=2) for y in (f, b))
     A_log, dt_bias = (tiles.repeat_heads(y, config.HV) for y in (weights.A_log, weights.dt_bias))
     o, state = run.operate(

@@ -108,11 +108,11 @@ def _project(x, w: Mamba2Weights, c: config.Mamba2Config) -> list[jax.Array]:
     for i, factor in enumerate((q, k, v, z, dt)):
         y = running.project(x, (w.q, w.k, w.v, w.z, w.dt)[i])
         if c.in_multiplier == factor == 1:
-            projected.append(y + w.in_bias[i].astype(y.dtype) if c.in_bias else y)
+            projected.append(running.with_bias(y, w.in_bias[i]) if c.in_bias else y)
             continue
         # A factor in bfloat16 would have an error of its own.
         u = y.astype(jnp.float32) * c.in_multiplier
-        u = u + w.in_bias[i].astype(jnp.float32) if c.in_bias else u
+        u = running.with_bias(u, w.in_bias[i]) if c.in_bias else u
         projected.append((u * factor).astype(y.dtype))
     return projected
 
@@ -137,18 +137,18 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     *projected, z, dt = _project(x, w, config)
     (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv, w.bias)
     # A softplus is never below 0, so the default limit needs no operation.
-    dt = jax.nn.softplus(dt.astype(jnp.float32) + w.dt_bias)
+    dt = jax.nn.softplus(running.with_bias(dt.astype(jnp.float32), w.dt_bias))
     dt = jnp.clip(dt, *config.dt_limit)
     u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
     o, state = run.operate(_OPERATORS, q, k, u, gate_activation.decay_of_steps(dt, w.A_log), scale=1.0)
-    o = (o.astype(jnp.float32) + w.skip[:, None] * v.astype(jnp.float32)).astype(x.dtype)
+    o = (o.astype(jnp.float32) + w.skip[None, None, :, None] * v.astype(jnp.float32)).astype(x.dtype)
     if config.norm is None:
         y = (o.astype(jnp.float32) * jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))).astype(x.dtype)
     else:
         first = config.norm == "before"
         y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
     y = running.project_out(y, w.out, x)
-    return y + w.out_bias.astype(y.dtype) if config.out_bias else y, running.Cache(conv, state)
+    return running.with_bias(y, w.out_bias) if config.out_bias else y, running.Cache(conv, state)
 
 
 LAYER = layer.Definition(

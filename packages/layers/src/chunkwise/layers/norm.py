@@ -39,7 +39,7 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
         running.by_head(flat, groups), running.by_head(z, groups), jnp.ones(size, jnp.float32), **options,
         sharding=division.split_heads(run.sharding, groups),
     )  # fmt: skip
-    return (weight * y.reshape(z.shape)).astype(o.dtype).reshape(o.shape)
+    return (weight[None, None] * y.reshape(z.shape)).astype(o.dtype).reshape(o.shape)
 
 
 def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):

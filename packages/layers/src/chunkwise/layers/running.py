@@ -387,6 +387,11 @@ def by_head(x, heads: int):
     return x.reshape(*x.shape[:2], heads, -1)
 
 
+def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return x [B, T, channels] plus a bias [channels] in the type of x."""
+    return x + bias.astype(x.dtype)[None, None]
+
+
 def convolve_heads(
     run: Run, config: config.LayerConfig, projected, weights, biases=None
 ) -> tuple[list[jax.Array], Any]:  # fmt: skip

@@ -132,5 +132,5 @@ def decay_of_steps(dt: jax.Array, A_log: jax.Array) -> jax.Array:
 
     e^A_log is two factors, of which neither overflows, so a step of 0 forgets nothing.
     """
-    root = jnp.exp(jnp.minimum(0.5 * A_log, 88.0))
+    root = jnp.exp(jnp.minimum(0.5 * A_log, 88.0)).reshape((1,) * (dt.ndim - A_log.ndim) + A_log.shape)
     return -root * (root * dt)
