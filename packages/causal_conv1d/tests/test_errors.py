@@ -218,3 +218,14 @@ def test_right_values_of_a_step():
     for each in (values, values | more):
         y, states = jax.eval_shape(lambda given, each=each: causal_conv1d_update(**given, **each), shapes)
         assert (y.shape, states.shape) == ((1, 8, 16), (6, 3, 16))
+
+
+def test_what_int32_does_not_count():
+    """Tokens and slots are counted in int32."""
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    with pytest.raises(ValueError, match="`x` must have T of at most 2147483647, which int32 counts"):
+        jax.eval_shape(causal_conv1d, spec(1, 2**31, 8), spec(8, 4))
+    step = dict(cu_seqlens=int32(0, 4), state_indices=int32(0))
+    update = lambda x, states, weight: causal_conv1d_update(x, states, weight, **step)
+    with pytest.raises(ValueError, match="`states` must have slots of at most 2147483647"):
+        jax.eval_shape(update, spec(1, 4, 8), spec(2**31, 3, 8), spec(8, 4))

@@ -332,3 +332,35 @@ def test_arguments_of_flash_linear_attention(function):
         message = f"{function.__name__}() got an unexpected keyword argument '{name}': {INSTEAD[name]}"
         with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
             function(None, **{name: None})
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_int32_does_not_count(name):
+    """Tokens of a row and of all rows, and the slots of a pool, are counted in int32."""
+    operator, limit = OPERATORS[name], 2**31
+    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    sized = lambda B, T: {
+        key: jax.ShapeDtypeStruct((B, T, *y.shape[2:]) if y.ndim > 1 else y.shape, y.dtype) for key, y in x.items()
+    }
+    run = lambda x: operator.function(**x)
+    for B, T, label in ((1, limit, "T"), (limit, 1, "B"), (2**15, 2**16, "B T")):
+        with pytest.raises(
+            ValueError, match=rf"must have {label} of at most 2147483647, which int32 counts; got {label}"
+        ):
+            jax.eval_shape(run, sized(B, T))
+    if operator.chunked:
+        return
+    pool, slot = jax.ShapeDtypeStruct((limit, 1, 8, 8), jnp.float32), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="`initial_state` must have N of at most 2147483647"):
+        jax.eval_shape(lambda x, pool: run(x | dict(initial_state=pool, state_indices=slot)), sized(1, 4), pool)
+
+
+@pytest.mark.parametrize("made", [lambda states: states, lambda states: pipeline.StatePool(states)])
+def test_slots_of_a_step_that_int32_does_not_count(made):
+    states = jax.ShapeDtypeStruct((2**31, 1, 8, 8), jnp.float32)
+    x = operator_inputs(OPERATORS["recurrent_gated_delta_rule"], 1, 4, 1, 1, 8, 8)
+    step = dict(cu_seqlens=jnp.array([0, 4], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="`states` must have slots of at most 2147483647"):
+        jax.eval_shape(lambda states: ragged_gated_delta_rule(**x, states=made(states), **step), states)
+    with pytest.raises(ValueError, match="`slots` must be at most 2147483647, which int32 counts; got 2147483648."):
+        pipeline.make_pool(2**31, 1, 8, 8)

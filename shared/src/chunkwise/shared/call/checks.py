@@ -18,6 +18,8 @@ from chunkwise.shared.kernels import activations
 # The implementations of operators: plain JAX, a chain with one kernel for every stage, one kernel for every direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Tokens, chunks and slots are counted in int32.
+MOST_COUNTED = 2**31 - 1
 _OTHER_LIBRARIES = ("torch", "tensorflow", "mlx", "cupy", "paddle")
 
 
@@ -132,11 +134,24 @@ def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = 
     check_floating(name, x, label)
     check(len(x.shape) == len(dims.split()), f"`{name}` must have shape {label}; got {tuple(x.shape)}.")
     check(all(x.shape), f"`{name}` must not be empty; got {tuple(x.shape)}.")
+    check_countable(name, x.shape, dims)
     if shape is not None:
         fits = all(want is None or want == got for want, got in zip(shape, x.shape, strict=True))
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         check(fits, f"`{name}` must have shape {label} = {wanted}; got {tuple(x.shape)}.")
     return tuple(x.shape)
+
+
+def check_countable(name: str, shape: Iterable[Any], dims: str) -> None:
+    """Check that int32 counts the entries of every dimension, and the tokens of all rows."""
+    sizes = {dim: n for dim, n in zip(dims.split(), shape, strict=True) if isinstance(n, int)}
+    if "B" in sizes and "T" in sizes:
+        sizes["B T"] = sizes["B"] * sizes["T"]
+    for dim, n in sizes.items():
+        check(
+            n <= MOST_COUNTED,
+            f"`{name}` must have {dim} of at most {MOST_COUNTED}, which int32 counts; got {dim} = {n}.",
+        )
 
 
 def check_heads(H: int, HV: int, name: str = "v") -> None:

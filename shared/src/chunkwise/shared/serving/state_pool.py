@@ -118,6 +118,8 @@ def make_pool(
     checks.check(
         _is_count(replay) and replay >= 0, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}."
     )
+    most = checks.MOST_COUNTED
+    checks.check(slots <= most, f"`slots` must be at most {most}, which int32 counts; got {slots}.")
     checks.check_heads(H, HV, "HV")
     checks.check_flags(per_channel=per_channel)
     dtype = _known_type(dtype)
@@ -182,6 +184,7 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
     """Check that the argument `states` is a pool of these sizes, as `make_pool` makes it."""
     slots = pool.states.shape[0] if getattr(pool.states, "ndim", 0) else 0
     checks.check(slots > 0, f"`states` must hold states [slots, HV, K, V]; got {checks.shown(pool.states)}.")
+    checks.check_countable("states", (slots,), "slots")
     dtype = _known_type(pool.states.dtype)
     replay = 0 if pool.keys is None else (*getattr(pool.keys, "shape", ()), 0, 0)[1]
     wanted = jax.eval_shape(lambda: make_pool(slots, HV, K, V, dtype, replay=replay, H=H, per_channel=per_channel))
