@@ -371,7 +371,7 @@ def test_wrong_pools(message):
 
 
 def test_wrong_reads_and_writes():
-    pool, slots = new_pool("kda", "int8", 0), jnp.zeros(2, jnp.int32)
+    pool, slots = new_pool("kda", "int8", 0), jnp.arange(2, dtype=jnp.int32)
     with pytest.raises(ValueError, match="`slots` must be int32 of shape"):
         read_states(pool, slots[None])
     with pytest.raises(ValueError, match="`states` must have shape"):
