@@ -362,5 +362,5 @@ def test_slots_of_a_step_that_int32_does_not_count(made):
     step = dict(cu_seqlens=jnp.array([0, 4], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="`states` must have slots of at most 2147483647"):
         jax.eval_shape(lambda states: ragged_gated_delta_rule(**x, states=made(states), **step), states)
-    with pytest.raises(ValueError, match="`slots` must be at most 2147483647, which int32 counts; got 2147483648."):
+    with pytest.raises(ValueError, match="`slots` must be at most 2147483647, which int32 counts"):
         pipeline.make_pool(2**31, 1, 8, 8)
