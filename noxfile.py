@@ -6,6 +6,7 @@ Sessions install the versions of release/lock.txt, which `nox -s lock` renews. W
 install the newest versions that the groups of pyproject.toml allow.
 """
 
+import itertools
 import json
 import os
 import re
@@ -37,11 +38,13 @@ PYTHONS = pythons.find(ABOUT.pythons)
 OLDEST, *_, LATEST = [*PYTHONS.values()] * 2 or [None, None]
 
 # The hosts of packages/integrations: what a session installs, in a host's own pins, and what it installs alone because
-# a host brings far more than is called here, such as torch for another accelerator.
+# a host brings far more than is called here, such as torch for another accelerator. A host with an extra of
+# packages/integrations comes by it, as users get it.
+EXTRA = f"{PACKAGES['integrations']}[{{}}]"
 HOSTS = {
-    "sglang-jax": (("sglang-jax[cpu]==0.1.0rc0",), ()),
-    "maxtext": (("maxtext[tpu]==0.2.5",), ()),
-    "levanter": (("marin-levanter", "jax[tpu]==0.11.2"), ()),
+    "sglang-jax": ((EXTRA.format("sglang-jax"), "sglang-jax==0.1.0rc0"), ()),
+    "maxtext": ((EXTRA.format("maxtext"), "maxtext==0.2.5"), ()),
+    "levanter": ((EXTRA.format("levanter"), "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
     # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
     "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),
@@ -317,6 +320,34 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
 
 for host, requirements in HOSTS.items():
     add_host_session(host, *requirements)
+
+
+# The pairs of extras of packages/integrations that fit into one environment; docs/integrations.md has the others.
+TOGETHER = {("levanter", "nnx"), ("levanter", "tpu-inference"), ("maxtext", "nnx"), ("nnx", "tpu-inference")}
+
+
+@nox.session(default=False)
+def extras(session):
+    """Look for a set of versions for every extra of packages/integrations, and for every pair of them."""
+    session.install("uv")
+    known = packages.PROJECTS["integrations"]["optional-dependencies"]
+    wanted, found = (Path(session.create_tmp(), name) for name in ("wanted.txt", "found.txt"))
+    # libtpu has builds for newer systems than uv takes for granted.
+    system = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_35")
+
+    def fits(*names) -> bool:
+        lines = [*nox.project.dependency_groups(GROUPS, "runtime"), *(x for name in names for x in known[name])]
+        wanted.write_text("\n".join(lines))
+        found.unlink(missing_ok=True)
+        session.run(
+            "uv", "pip", "compile", "--quiet", *system, wanted, "-o", found, success_codes=(0, 1), silent=True
+        )  # fmt: skip
+        return found.exists()
+
+    alone = [name for name in known if not fits(name)]
+    pairs = {pair for pair in itertools.combinations(sorted(known), 2) if fits(*pair)}
+    if alone or pairs != TOGETHER:
+        session.error(f"Extras must fit alone, and {sorted(TOGETHER)}; got not {alone}, and {sorted(pairs)}.")
 
 
 @nox.session(python=LATEST)

@@ -13,16 +13,20 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def record(request):
-    """Take rows with at least `host` and `run`, print each of them, and write them to the file of `--json`."""
-    path, rows = request.config.getoption("--json"), {}
+    """Take rows with at least `host` and `run`, print each of them, and write each at once to the file of `--json`."""
+    path = request.config.getoption("--json")
 
     def take(row):
         print(f"\n{row}")
-        rows[row["host"], row["run"]] = row | {"measured": date.today().isoformat()}
-
-    yield take
-    if path is not None:
+        if path is None:
+            return
         before = json.loads(path.read_text())["rows"] if path.exists() else []
-        rows = {(row["host"], row["run"]): row for row in before} | rows
+        rows = {(row["host"], row["run"]): row for row in before}
+        rows[row["host"], row["run"]] = row | {"measured": date.today().isoformat()}
         saved = dict(command="nox -s host-NAME -- --json docs/data/hosts.json", rows=list(rows.values()))
-        path.write_text(json.dumps(saved, indent=1) + "\n")
+        # Whatever ends the session, the file is whole.
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(saved, indent=1) + "\n")
+        unfinished.replace(path)
+
+    return take

@@ -1,9 +1,11 @@
 """The hosts' conventions, restated: what they call, and the recurrence in float64 token by token."""
 
 import abc
+import functools
 import importlib.machinery
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 import types
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from chunkwise import integrations
-from chunkwise.integrations import levanter, maxtext, sglang_jax, tpu_inference
+from chunkwise.integrations import levanter, maxtext, replacing, sglang_jax, tpu_inference
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net, init_gated_delta_net, load_gated_delta_net
 from chunkwise.shared.testing.compare import assert_close
 
@@ -127,16 +129,31 @@ def stand_in(monkeypatch, name: str, **members):
     setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
 
 
+def with_functions(monkeypatch, path: str, names, reader: str = "layer") -> dict:
+    """Put a module with functions of these names, which another one of its functions reads, and return them."""
+    stand_in(monkeypatch, path, __name__=path)
+    module = sys.modules[path]
+    for name in names:
+        exec(f"def {name}(*arguments, **options): ...", vars(module))
+    exec(f"def {reader}(x): return lambda: ({', '.join(names)},)", vars(module))
+    return {name: getattr(module, name) for name in names}
+
+
 @pytest.fixture
 def replaced(request, monkeypatch):
     """Return a module of chunkwise, and what it replaces by module and name, of a host that stands in."""
     module = request.param
     theirs = {}
     for path, names in REPLACED[module].items():
-        theirs |= {(path, name): type(name, (), {}) for name in names}
-        backend = type("GDNAttnBackend", (), {"_forward_extend_chunked_jax": lambda self: None})
-        more = {"GDNAttnBackend": backend} if path == GDN_BACKEND else {}
-        stand_in(monkeypatch, path, **{name: theirs[path, name] for name in names}, **more)
+        if names[0].endswith("AttnBackend"):
+            found = {name: type(name, (), {"__module__": path}) for name in names}
+            stand_in(monkeypatch, path, **found)
+        else:
+            found = with_functions(monkeypatch, path, names)
+        theirs |= {(path, name): value for name, value in found.items()}
+        if path == GDN_BACKEND:
+            backend = type("GDNAttnBackend", (), {"_forward_extend_chunked_jax": lambda self: None})
+            sys.modules[path].GDNAttnBackend = backend
     yield module, theirs
     # It has the stand-ins in it.
     if sys.modules.pop("chunkwise.integrations.sglang_backends", None):
@@ -151,18 +168,108 @@ def test_install(replaced):
     put_back = module.install()
     ours = now()
     assert not any(ours[place] is theirs[place] for place in theirs)
+    said = str(put_back).splitlines()
+    assert said[0] == "chunkwise replaces, until this is called:"
+    assert [line.split(" -> ")[0] for line in said[1:]] == [".".join(place) for place in theirs]
     module.install()()
     assert now() == ours
     put_back()
     assert now() == theirs
 
 
-def test_install_refuses_another_version(monkeypatch):
-    """A name that is not there is an error, and nothing is replaced."""
-    stand_in(monkeypatch, "levanter.layers.gated_deltanet", chunk_gated_delta_rule=None)
-    with pytest.raises(AttributeError, match="recurrent_gated_delta_rule"):
+SEAM = "levanter.layers.gated_deltanet"
+FUNCTIONS = REPLACED[levanter][SEAM]
+
+
+def assert_refused(error, message):
+    """An installation is an error, and replaces nothing."""
+    before = dict(vars(sys.modules[SEAM]))
+    with pytest.raises(error, match=message):
         levanter.install()
-    assert sys.modules["levanter.layers.gated_deltanet"].chunk_gated_delta_rule is None
+    assert vars(sys.modules[SEAM]) == before
+
+
+def test_install_refuses_a_host_without_a_name(monkeypatch):
+    with_functions(monkeypatch, SEAM, FUNCTIONS[:1])
+    assert_refused(AttributeError, "recurrent_gated_delta_rule")
+
+
+@pytest.mark.parametrize("moved", ["all", "layer"])
+def test_install_refuses_a_host_whose_layer_has_moved(monkeypatch, moved):
+    """The layer reads the names of its own module; the old module passes names on, or has the functions alone."""
+    elsewhere = with_functions(monkeypatch, "levanter.layers.moved", FUNCTIONS)
+    elsewhere["layer"] = type("Layer", (), {"__call__": sys.modules["levanter.layers.moved"].layer})
+    if moved == "all":
+        stand_in(monkeypatch, SEAM, **elsewhere)
+    else:
+        with_functions(monkeypatch, SEAM, FUNCTIONS)
+        monkeypatch.setattr(sys.modules[SEAM], "layer", elsewhere["layer"])
+    assert_refused(AttributeError, f"{SEAM}.chunk_gated_delta_rule must be read where it is replaced; nothing reads it")
+
+
+@pytest.mark.parametrize("decorated", ["method", "wrapped", "closure", "partial", "static"])
+def test_install_finds_a_layer_behind_decorators(monkeypatch, decorated):
+    with_functions(monkeypatch, SEAM, FUNCTIONS)
+    module = sys.modules[SEAM]
+    layer = module.layer
+    module.layer = {
+        "method": lambda: type("Layer", (), {"__call__": layer}),
+        "wrapped": lambda: jax.jit(layer),
+        "closure": lambda: lambda x: layer(x),
+        "partial": lambda: functools.partial(layer, None),
+        "static": lambda: type("Layer", (), {"run": staticmethod(layer), "size": property(lambda self: 1)}),
+    }[decorated]()
+    levanter.install()()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fits"),
+    [
+        ("query, key, value, g, beta, *, chunk_size=64", True),
+        ("query, key, value, g, beta, *, initial_state=None, output_final_state=False", True),
+        ("query, key, value, g, beta, *, segments=None", False),
+        ("query, key, value, gate, beta", False),
+        ("query, key, value, beta, g", False),
+        ("query, key, value, g", False),
+        ("query, key, value, g, beta, state", False),
+    ],
+)
+def test_install_compares_arguments(monkeypatch, theirs, fits):
+    with_functions(monkeypatch, SEAM, FUNCTIONS)
+    exec(f"def chunk_gated_delta_rule({theirs}): ...", vars(sys.modules[SEAM]))
+    if fits:
+        levanter.install()()
+    else:
+        assert_refused(
+            TypeError, rf"{SEAM}.chunk_gated_delta_rule takes \({re.escape(theirs)}\) in this version of the"
+        )
+
+
+def test_install_compares_methods(monkeypatch):
+    """Of a class whose place one of ours takes, and of a class that gets a method of ours."""
+
+    class Host:
+        def step(self, q, k): ...
+        def other(self): ...
+
+    class Ours:
+        def step(self, q, k, scale=None): ...
+        def more(self, x): ...
+
+    class Wrong:
+        def step(self, k, q): ...
+
+    Host.__module__ = SEAM
+    stand_in(monkeypatch, SEAM, Host=Host, __name__=SEAM)
+    place = replacing.Place(sys.modules[SEAM], "Host", Ours, imported=True)
+    replacing.replace(place)()
+    Wrong.__module__ = Wrong.step.__module__ = "chunkwise.wrong"
+    with pytest.raises(
+        TypeError, match=r"Host.step takes \(self, q, k\) in this version of the host; got \(self, k, q\)"
+    ):
+        replacing.replace(place._replace(value=Wrong))
+    with pytest.raises(TypeError, match=r"Host.step takes"):
+        replacing.replace(replacing.Place(Host, "step", Wrong.step))
 
 
 # MaxText

@@ -1,13 +1,12 @@
 """The gated delta rule over named arrays, with the signatures of levanter's `layers/gated_deltanet.py`."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise import pipeline
-from chunkwise.integrations.replacing import replace
+from chunkwise.integrations.replacing import Place, PutBack, replace
 
 if TYPE_CHECKING:
     from haliax import NamedArray
@@ -16,7 +15,7 @@ __all__ = ["chunk_gated_delta_rule", "install", "recurrent_gated_delta_rule"]
 _ORDER = ("batch", "position", "heads")
 
 
-def install() -> Callable[[], None]:
+def install() -> PutBack:
     """Make levanter's `GatedDeltaNet` compute the gated delta rule by chunkwise; return a function that undoes this.
 
     levanter has no setting for this, so two functions of `levanter.layers.gated_deltanet` are replaced. Models that are
@@ -25,8 +24,8 @@ def install() -> Callable[[], None]:
     from levanter.layers import gated_deltanet
 
     return replace(
-        (gated_deltanet, "chunk_gated_delta_rule", chunk_gated_delta_rule),
-        (gated_deltanet, "recurrent_gated_delta_rule", recurrent_gated_delta_rule),
+        Place(gated_deltanet, "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        Place(gated_deltanet, "recurrent_gated_delta_rule", recurrent_gated_delta_rule),
     )
 
 

@@ -1,12 +1,12 @@
 """The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.integrations.replacing import Place, replace
+from chunkwise.integrations.replacing import Place, PutBack, replace
 from chunkwise.layers import GatedDeltaNetConfig, GatedDeltaNetWeights, init_gated_delta_net, load_gated_delta_net
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.call import checks
@@ -14,7 +14,7 @@ from chunkwise.shared.call import checks
 __all__ = ["install", "jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
 
 
-def install(documents: bool = False) -> Callable[[], None]:
+def install(documents: bool = False) -> PutBack:
     """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise; return a function to undo this.
 
     MaxText has no setting for this, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
@@ -27,14 +27,14 @@ def install(documents: bool = False) -> Callable[[], None]:
     """
     from maxtext.models import qwen3
 
-    places: list[Place] = [
-        (qwen3, "jax_chunk_gated_delta_rule", jax_chunk_gated_delta_rule),
-        (qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
+    places = [
+        Place(qwen3, "jax_chunk_gated_delta_rule", jax_chunk_gated_delta_rule),
+        Place(qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
     ]
     if documents:
         from chunkwise.integrations import maxtext_layer
 
-        places.append((qwen3.Qwen3NextGatedDeltaNet, "__call__", maxtext_layer.over_documents))
+        places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", maxtext_layer.over_documents))
     return replace(*places)
 
 

@@ -1,19 +1,18 @@
 """Linear attention for SGLang-JAX: the functions that its backends call for prefills and decodes, over its pools."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from chunkwise.integrations.replacing import replace
+from chunkwise.integrations.replacing import Place, PutBack, replace
 from chunkwise.integrations.serving import raw_gates, split_heads
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 
 __all__ = ["decode_gated_delta_rule", "install", "kda", "lightning", "prefill_gated_delta_rule"]
 
 
-def install() -> Callable[[], None]:
+def install() -> PutBack:
     """Make SGLang-JAX's engine compute linear attention by chunkwise; return a function that undoes this.
 
     Engines that are made afterwards have the gated delta rule, Kimi delta attention and lightning attention of
@@ -27,14 +26,14 @@ def install() -> Callable[[], None]:
     from chunkwise.integrations import sglang_backends
 
     return replace(
-        (gdn_backend, "decode_gated_delta_rule_ref", decode_gated_delta_rule),
-        (gdn_backend, "chunked_gated_delta_rule_jax", prefill_gated_delta_rule),
+        Place(gdn_backend, "decode_gated_delta_rule_ref", decode_gated_delta_rule),
+        Place(gdn_backend, "chunked_gated_delta_rule_jax", prefill_gated_delta_rule),
         # The default prefill is replaced by the other one, which has the same arguments and calls the function above.
-        (gdn_backend, "fused_chunk_parallel_prefill", gdn_backend.GDNAttnBackend._forward_extend_chunked_jax),
-        (gdn_backend, "validate_fused_chunk_parallel_capability", sglang_backends.any_sizes),
-        (kda_backend, "KDAAttnBackend", sglang_backends.ChunkwiseKDA),
-        (lightning_backend, "LightningAttnBackend", sglang_backends.ChunkwiseLightning),
-        (engine, "run_scheduler_process", run_scheduler_process),
+        Place(gdn_backend, "fused_chunk_parallel_prefill", gdn_backend.GDNAttnBackend._forward_extend_chunked_jax),
+        Place(gdn_backend, "validate_fused_chunk_parallel_capability", sglang_backends.any_sizes),
+        Place(kda_backend, "KDAAttnBackend", sglang_backends.ChunkwiseKDA, imported=True),
+        Place(lightning_backend, "LightningAttnBackend", sglang_backends.ChunkwiseLightning, imported=True),
+        Place(engine, "run_scheduler_process", run_scheduler_process),
     )
 
 

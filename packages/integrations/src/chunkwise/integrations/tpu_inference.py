@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkwise.integrations.fused_conv1d import Updated, fused_conv1d_gdn, fused_conv1d_kda, fused_conv1d_mamba2
-from chunkwise.integrations.replacing import replace
+from chunkwise.integrations.replacing import Place, PutBack, replace
 
 __all__ = [
     "ChunkwiseLinearAttention",
@@ -26,7 +26,7 @@ class ChunkwiseLinearAttention:
         return fused_conv1d_gdn
 
 
-def install() -> Callable[[], None]:
+def install() -> PutBack:
     """Make chunkwise tpu-inference's default linear attention in this process; return a function that undoes this.
 
     The backend that `register` adds needs no such call, but only models of vLLM ask for it by its name. MaxText's
@@ -35,7 +35,7 @@ def install() -> Callable[[], None]:
     from tpu_inference.layers.common import attention_backend as host
 
     kernel = ChunkwiseLinearAttention.conv1d_gdn_kernel
-    return replace((host.GDNLinearAttentionBackend, "conv1d_gdn_kernel", kernel))
+    return replace(Place(host.GDNLinearAttentionBackend, "conv1d_gdn_kernel", kernel))
 
 
 def register() -> None:
