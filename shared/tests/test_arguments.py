@@ -78,3 +78,27 @@ def test_scale():
 def test_errors(arguments, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         run(**arguments)
+
+
+def test_an_option_that_an_implementation_does_not_read(monkeypatch):
+    """By its name a call gets an error, and without a name another implementation, on a TPU and elsewhere."""
+    fused, plain = KNOWN
+    operator = define("operator", lambda x, options: None, fused._replace(options=frozenset({"config"})), plain)
+    options = Options(config=2)
+    with pytest.raises(NotImplementedError, match=re.escape('"xla" does not read `config`; got 2.')):
+        operator.chunk(x, options, "xla")
+    for backend in ("cpu", "tpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert operator.chunk(x, options, None)[0][0] == "fused"
+        both = define("operator", operator.check, fused, plain._replace(options=frozenset({"config"})))
+        assert both.chunk(x, options, None)[0][0] == "xla"
+
+
+def test_sizes_that_an_implementation_does_not_take(monkeypatch):
+    fused, plain = KNOWN
+    fused = fused._replace(limit=lambda x, options: '"fused" takes no heads at all.')
+    operator = define("operator", lambda x, options: None, fused, plain)
+    with pytest.raises(NotImplementedError, match=re.escape('"fused" takes no heads at all.')):
+        operator.chunk(x, Options(), "fused")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert operator.chunk(x, Options(), None)[0][0] == "xla"
