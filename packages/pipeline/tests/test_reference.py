@@ -1,10 +1,11 @@
 """The gated delta rule against the float64 recurrence."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import GATES, make_inputs
 from chunkwise.shared.testing.oracle import reference
 
@@ -13,6 +14,7 @@ all_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 all_types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding
 THOROUGH = dict(
+    test_nothing_is_forgotten=True,
     # Packs with states have three of these gates, and the edges the others.
     test_gates=True,
     # Plain JAX has no blocks and no lanes for a size to fit into.
@@ -120,3 +122,22 @@ def test_recurrent_continues_chunked():
     _, state = chunk_gated_delta_rule(**prompt, output_final_state=True, implementation="xla")
     o, _ = recurrent_gated_delta_rule(**token, initial_state=state)
     assert_close("o", o, reference(**inputs)[0][:, 70:], TOLERANCE["float32"])
+
+
+def test_nothing_is_forgotten():
+    """Reflections of the state without a decay: after 8,192 tokens within the limit, and no linear growth after it."""
+    T, K, V = 32_768, 16, 8
+    rng = np.random.default_rng(0)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = (unit(rng.standard_normal((T, K))).astype(np.float32) for _ in range(2))
+    v = rng.standard_normal((T, V)).astype(np.float32)
+    S, expected = np.zeros((K, V)), np.zeros((T, V))
+    for t, (q_t, k_t, v_t) in enumerate(zip(*(y.astype(np.float64) for y in (q, k, v)), strict=True)):
+        S = S + 2.0 * np.outer(k_t, v_t - S.T @ k_t)
+        expected[t] = S.T @ q_t
+    rows = [jnp.asarray(y)[None, :, None] for y in (q, k, v)]
+    g, beta = jnp.zeros((1, T, 1)), jnp.full((1, T, 1), 2.0)
+    o = chunk_gated_delta_rule(*rows, g, beta, 1.0, implementation="xla")[0][0, :, 0]
+    after = {n: error(o[:n], expected[:n]) for n in (8_192, T)}
+    assert after[8_192] < TOLERANCE["float32"]
+    assert after[T] < 3 * after[8_192]
