@@ -9,6 +9,7 @@ from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_ru
 from chunkwise.shared.kernels.inverse import unit_lower_inverse
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
 
 THOROUGH = dict(
@@ -55,3 +56,27 @@ def test_gradients_of_one_chunk_from_an_empty_state():
     expected = reference(**x, **options, do=np.ones(x["v"].shape))[2]
     for name, y in gradients(x).items():
         assert_close(f"d{name}", y, expected[name], tolerance(f"d{name}", "bfloat16"))
+
+
+def test_gradients_of_strong_raw_gates():
+    """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
+    x = make_inputs(2, 51, 2, 2, 16, 8)
+    normal = np.random.default_rng(1).standard_normal
+    keys = np.abs(normal(x["k"].shape))  # all alike, so that pairs of tokens have large scores
+    x["k"] = jnp.asarray(keys / np.linalg.norm(keys, axis=-1, keepdims=True), jnp.float32)
+    raw = dict(g=30 * normal(x["g"].shape), A_log=0.5 * normal(2), dt_bias=np.zeros(2))
+    x |= {name: jnp.asarray(y, jnp.float32) for name, y in raw.items()}
+    do = jnp.asarray(normal(x["v"].shape), jnp.float32)
+
+    @jax.jit
+    def gradients(x):
+        run = lambda x: chunk_gated_delta_rule(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
+        return jax.vjp(run, x)[1](do)[0]
+
+    laws, pull = law_reference(*(x[name] for name in ("g", "beta", "A_log", "dt_bias")))
+    decayed = {name: y for name, y in x.items() if name not in raw} | {"g": laws["g"]}
+    expected = reference(**decayed, do=do)[2]
+    expected = pull(expected["g"], expected["beta"])
+    found = gradients(x)
+    for name in raw:
+        assert_close(f"d{name}", found[name], expected[name], 3e-6)

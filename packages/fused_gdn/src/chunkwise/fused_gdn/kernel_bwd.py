@@ -86,19 +86,19 @@ def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
 
 def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads) -> None:
     """Store the gradients of tokens that `chunk_gradients` returns."""
-    dq, dk, dv, later, earlier, dbeta = gradients
+    dq, dk, dv, later, earlier, crossing, dbeta = gradients
     if static.normalise:
         dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid), dq)
         dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid), dk)
     stored = valid if static.varlen else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         layout.store_heads(ref, x, stored)
-    # The gradient of a gate is the sum of the terms that its row and later rows give to all gates up to theirs, and of
-    # the terms that earlier rows give to all gates after theirs.
+    # The gradient of a gate is the sum of the terms that its row and later rows give to all gates up to theirs, of the
+    # terms that earlier rows give to all gates after theirs, and of the terms of pairs of rows around it.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
     below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
     collect = packed.concat_lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
-    dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0]  # [C, heads]
+    dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0] + crossing  # [C, heads]
     # Padding counts as a part of the sequence before it, so its gates get a gradient from the state that passes
     # through.
     layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
-from chunkwise.shared.kernels import layout, matmul, packed
+from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
@@ -41,6 +41,19 @@ def row_sums(x: jax.Array, s: tile.Heads) -> jax.Array:
     per_head = [jnp.where(head == i, total[n], 0.0) for n in range(x.shape[0]) for i in range(s.p)]  # [1, p C] each
     i, j = tile.packed_index(s)
     return matmul.dot_nt(tile.indicator(i == j), jnp.concatenate(per_head)[None])[0]
+
+
+def crossing_sums(pairs: jax.Array, s: tile.Heads, dtype) -> jax.Array:
+    """Return the sums of packed pairs (i, j) over i >= t > j, whose decay has the gate t, as [C, heads].
+
+    As a sum over all pairs with i >= t, less a sum over all pairs with j >= t, the pairs after a gate would cancel but
+    for rounding, which may be far more than the gradient of the gate.
+    """
+    parts = matmul.bf16_parts(pairs, 2 if matmul.operand_dtype(dtype) == jnp.bfloat16 else 3)  # each [n, C, p C]
+    from_t = tile.indicator(tiles.row_index(s.C) <= tiles.column_index(s.C)).astype(jnp.bfloat16)  # [1, C, C]
+    from_t = jnp.concatenate([packed.concat_lanes([from_t] * len(parts))] * pairs.shape[0])  # [n, C, parts C]
+    sums = matmul.dot(from_t, packed.concat_rows(parts))  # [n, C, p C]
+    return lane_sums(jnp.where(strictly(s), sums, 0.0), s.C, dtype)
 
 
 def fold(row: jax.Array, width: int) -> jax.Array:
@@ -137,9 +150,9 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
       s: the heads.
 
     Returns:
-      dq, dk [key heads, C, K] and dv [heads, C, V]; as [C, heads] the terms of a row in the gradients of its gate and
-      all earlier gates, its terms in the gradients of all later gates, and dbeta; and the gradient of the state before
-      the chunk.
+      dq, dk [key heads, C, K] and dv [heads, C, V]; as [C, heads] the terms of a row, through the states, in the
+      gradients of its gate and all earlier gates, its terms in the gradients of all later gates, the gradients of gates
+      through pairs of rows, and dbeta; and the gradient of the state before the chunk.
     """
     dtype, C = k.dtype, s.C
     q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
@@ -172,9 +185,9 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
     entered = q_heads.astype(jnp.float32) * dq_start + k_heads.astype(jnp.float32) * dk_start  # [heads, C, K]
     entered = entered + jnp.where(is_last, start_k[:, -1:] * passes, 0.0)
     pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)  # [n, C, p C]
-    later = lane_sums(entered, s.K, dtype) + lane_sums(pairs, C, dtype) - row_sums(pairs, s)
+    later, crossing = lane_sums(entered, s.K, dtype), crossing_sums(pairs, s, dtype)
     earlier = lane_sums(beta * written * v_new_over_beta, s.V, dtype)
     dbeta = lane_sums(dv_new * v_new_over_beta, s.V, dtype) + row_sums(dA * KK, s)
     dS = back_to_state(q, k, do, dR, dS, scale, start, s)
     dq, dk = dq + layout.sum_value_heads(dq_start, s.group), dk + layout.sum_value_heads(dk_start + dk_end, s.group)
-    return dq, dk, dR, later, earlier, dbeta, dS
+    return dq, dk, dR, later, earlier, crossing, dbeta, dS
