@@ -1,5 +1,6 @@
 """Every layer against float64: outputs, caches and gradients of rows, packs, segments, pieces and serving steps."""
 
+import dataclasses
 import functools
 
 import jax
@@ -28,6 +29,10 @@ THOROUGH = dict(
     # Operators and convolutions have segments of their own, and a layer hands the ids on: see an id of padding.
     test_segments=True,
     test_an_id_of_padding=lambda name: name != "lightning_attention",
+    # What a layer does with padding is the same for all layers; a bias is an output of its own.
+    test_padding_may_hold_anything=lambda name, form: (
+        (name, form) not in (("mamba2_mixer", "rows"), ("gated_delta_net", "serving step"))
+    ),
     test_pieces_and_tokens=True,
     test_serving_steps=but_for("gated_delta_net"),
     test_speculation_and_a_cached_block=True,
@@ -93,6 +98,41 @@ def test_an_id_of_padding(name):
     got, want = jax.jit(lambda ids, own: (run(ids, padding_id=0), run(own)))(ids, np.where(ids == 0, -1, ids))
     np.testing.assert_array_equal(got, want)
     assert not np.asarray(got)[ids <= 0].any()
+
+
+@pytest.mark.parametrize("form", ["rows", "packed", "serving step"])
+@layers
+def test_padding_may_hold_anything(name, form):
+    """NaN or infinity there leave the loss and the gradients of all weights as they are, and padding gives zeros."""
+    (x, w), layer = make(name, B=2 if form == "rows" else 1), LAYERS[name]
+    config = layer.config
+    if name == "mamba2_mixer":
+        config = dataclasses.replace(config, in_bias=True, out_bias=True)
+        biased = layer.init(jax.random.key(0), config)
+        biases = jax.tree.map(lambda y: y + 0.5, (biased.in_bias, biased.out_bias))
+        w = w._replace(in_bias=biases[0], out_bias=biases[1])
+    real = IDS >= 0 if form == "rows" else (np.arange(21) < PACKED[-1])[None]
+    at = Step(PACKED, np.arange(4, dtype=np.int32), num_sequences=np.int32(4))
+    options = {"rows": dict(segment_ids=IDS), "packed": dict(cu_seqlens=PACKED)}
+
+    def run(x, w):
+        if form == "serving step":
+            return layer.ragged(x, w, config, empty_cache(config, 4), at, implementation="xla")[0]
+        return layer.run(x, w, config, **options[form], implementation="xla")[0]
+
+    @jax.jit
+    def loss_and_gradients(x, w):
+        y, pull = jax.vjp(run, x, w)
+        # A first layer is differentiated by its weights alone.
+        alone = jax.vjp(functools.partial(run, x), w)[1]
+        return (y, *(f(jnp.where(real[:, :, None], y, jnp.nan)) for f in (pull, alone)))
+
+    want = loss_and_gradients(np.where(real[:, :, None], x, 0.0), w)
+    assert not np.asarray(want[0])[~real].any()
+    assert all(np.isfinite(y).all() for y in jax.tree.leaves(want))
+    for anything in (np.nan, np.inf):
+        got = loss_and_gradients(np.where(real[:, :, None], x, anything).astype(np.float32), w)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @implementations

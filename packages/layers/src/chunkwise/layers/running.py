@@ -18,7 +18,9 @@ from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import config, division
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
+from chunkwise.shared.kernels import chunking
 from chunkwise.shared.mesh import context
+from chunkwise.shared.plain import stream
 from chunkwise.shared.serving import slot_rows, state_pool
 
 # The names of the operator's implementations in the packages around it, and for decoding, which has no stages.
@@ -289,6 +291,15 @@ class Sequences:
             ids = jnp.where(ids == self.padding_id, -1, ids)
         return dict(cu_seqlens=self.cu_seqlens, segment_ids=ids, context_axis=self.context_axis)
 
+    def valid_tokens(self, x) -> jax.Array | None:
+        """Return which tokens of x [B, T, D] are not padding, bool [1, T] or [B, T]; None if no token can be."""
+        (B, T, _), ids, ends = x.shape, *map(checks.as_int32, (self._packing["segment_ids"], self.cu_seqlens))
+        checks.check_packed(ends, B)
+        checks.check_segment_ids(ids, B, T, ends)
+        if ends is not None and self.context_axis is not None:
+            ends = stream.local_boundaries(ends, T, self.context_axis)
+        return chunking.valid_tokens(ends, ids, T)
+
     def _decodes(self, x) -> bool:
         """Return whether each row of x is one token."""
         return x.shape[1] == 1 and all(value is None for value in self._packing.values())
@@ -347,6 +358,14 @@ class Serving:
         """The arguments of an operator that say which sequences the step has, and where their states are."""
         checks.check(isinstance(self.step, Step), f"`step` must be a Step; got {type(self.step).__name__}.")
         return self.step._asdict() | {"block_size": self.block_size}
+
+    def valid_tokens(self, x) -> jax.Array | None:
+        """Return which tokens of x [1, T, D] belong to a sequence that exists, bool [1, T]."""
+        ends, count = checks.as_int32(self.slots["cu_seqlens"]), self.step.num_sequences
+        if ends is None or count is None:
+            return chunking.valid_tokens(ends, None, x.shape[1])
+        exists = jnp.arange(ends.shape[0], dtype=jnp.int32) <= count
+        return chunking.valid_tokens(jnp.max(jnp.where(exists, ends, jnp.int32(0)))[None], None, x.shape[1])
 
     @property
     def _conv_slots(self) -> dict:
