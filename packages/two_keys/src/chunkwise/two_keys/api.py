@@ -188,7 +188,7 @@ def chunk_comba(
     Args:
       p: erase keys [B, T, H, K].
       g: log decay [B, T, HV] in nats, at most 0, of any strength. A gate of -inf keeps nothing of the state before, but
-        p_t still reads it: to begin a sequence use cu_seqlens or segment_ids, or a p_t of zeros beside that gate.
+        p_t still reads it: to begin a sequence give its boundaries, or a p_t of zeros beside that gate.
       beta: step sizes [B, T, HV]. beta |k . p| must be at most 1 + e^g, otherwise states grow without bound.
       use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
