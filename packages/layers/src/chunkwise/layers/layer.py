@@ -194,8 +194,9 @@ class Definition(Generic[Config, Weights]):
             over = running.Sequences(
                 cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
             )
-            y, cache = self._run(x, weights, config, over)
-            return y, cache if output_cache else None
+            x, valid = self._checked(x, weights, config, over)
+            y, cache = self.mix(x, weights, config, over)
+            return _select(valid, y), cache if output_cache else None
 
         call = self._named("", run, OverSequences.__call__, self.mix.__doc__)
         return call
@@ -210,7 +211,9 @@ class Definition(Generic[Config, Weights]):
         ):  # fmt: skip
             _refuse(call, unknown)
             over = running.Serving(pool, step, block_size, decode_tokens, implementation, sharding)
-            return self._run(x, weights, config, over)
+            x, valid = self._checked(x, weights, config, over)
+            y, pool = self.mix(x, weights, config, over)
+            return _select(valid, y), pool
 
         first = (self.mix.__doc__ or "").partition("\n")[0]
         first = first.replace(
@@ -256,16 +259,13 @@ class Definition(Generic[Config, Weights]):
 
         return self._named("save_", save, Save.__call__, self.save.__doc__)
 
-    def _run(self, x, weights, config, over: running.Run) -> tuple[jax.Array, running.Cache]:
-        """Check the arguments and run the layer, in which padding may hold anything; the output has zeros there."""
+    def _checked(self, x, weights, config, over: running.Run) -> tuple[jax.Array, jax.Array | None]:
+        """Check the arguments; return hidden states in which padding may hold anything, and which tokens are none."""
         self.config.check(config)
         parameters.check_input(x, config, over)
         parameters.check_weights(weights, self.random_weights, config)
         valid = over.valid_tokens(x)
-        if valid is None:
-            return self.mix(x, weights, config, over)
-        y, cache = self.mix(_without_padding(x, valid, weights), weights, config, over)
-        return chunking.select_tokens(valid, y), cache
+        return (x if valid is None else _without_padding(x, valid, weights)), valid
 
     def _named(self, prefix: str, function: Any, signature: Any, doc: str | None) -> Any:
         """Return a function with its name for users, and with the types and the documentation of its signature."""
@@ -289,6 +289,11 @@ def _refuse(function: Callable, unknown: Mapping[str, Any]) -> None:
     unknown_arguments.check(name, [*unknown], inspect.signature(function).parameters, INSTEAD)
     if unknown:
         raise TypeError(f"{name}() got an unexpected keyword argument '{next(iter(unknown))}'")
+
+
+def _select(valid: jax.Array | None, y: jax.Array) -> jax.Array:
+    """Return an output with zeros for padding; None is for no padding."""
+    return y if valid is None else chunking.select_tokens(valid, y)
 
 
 @jax.custom_jvp
