@@ -13,8 +13,8 @@ from chunkwise.shared.testing import compare
 
 ROOT = Path(__file__).parents[2]
 DATA = sorted(path.name for path in (ROOT / "docs/data").iterdir())
-# A reader finds a place in the page on serving by its table of tasks.
-MOST_LINES = {"maintain/lessons": 125}
+# The page on fine-tuning is one program, which a reader types from its first line to its last.
+MOST_LINES = {"maintain/lessons": 125, "fine-tuning": 290}
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
 
@@ -41,6 +41,7 @@ def test_figures_that_do_not_exist():
         figures.filled("<!-- figures: speed -->\n")
 
 
+# A reader finds a place in the page on serving by its table of tasks.
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "serving"])
 def test_a_page_is_short(name):
     assert len((ROOT / f"docs/{name}.md").read_text().splitlines()) <= MOST_LINES.get(name, 200)
