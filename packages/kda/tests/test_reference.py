@@ -15,6 +15,7 @@ from chunkwise.shared.testing.compare import (
     assert_close,
 )
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs, poison_padding
+from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import find_order
 
@@ -243,6 +244,30 @@ def test_gradients_of_strong_constant_gates(implementation, g):
     inputs = inputs_of(*CHUNKS_OF_16, num_states=2)
     inputs["g"] = jnp.full_like(inputs["g"], g)
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
+
+
+def test_gradients_of_strong_raw_gates():
+    """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
+    x = inputs_of(2, 48, 1, 2, 16, 8)
+    normal = np.random.default_rng(1).standard_normal
+    keys = np.abs(normal(x["k"].shape))  # all alike, so that pairs of tokens have large scores
+    x["k"] = jnp.asarray(keys / np.linalg.norm(keys, axis=-1, keepdims=True), jnp.float32)
+    raw = dict(g=30 * normal(x["g"].shape), A_log=0.5 * normal(2), dt_bias=np.zeros((2, 16)))
+    x |= {name: jnp.asarray(y, jnp.float32) for name, y in raw.items()}
+    do = jnp.asarray(normal(x["v"].shape), jnp.float32)
+
+    @jax.jit
+    def gradients(x):
+        run = lambda x: chunk_kda(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
+        return jax.vjp(run, x)[1](do)[0]
+
+    laws, back = law_reference(*(x[name] for name in ("g", "beta", "A_log", "dt_bias")))
+    decayed = {name: y for name, y in x.items() if name not in raw} | {"g": laws["g"]}
+    expected = reference(**decayed, do=do)[2]
+    expected = back(expected["g"], expected["beta"])
+    found = gradients(x)
+    for name in raw:
+        assert_close(f"d{name}", found[name], expected[name], 3e-6)
 
 
 # Plain JAX computes in float32 whatever the types are.

@@ -152,9 +152,11 @@ def _token_gradients(
         decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base, static.erase_before_decay)
         tensors = q[pack], erase[pack], k[pack]
         by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
-    d_rows, d_columns = (jnp.concatenate(y) for y in zip(*by_pack, strict=True))  # [heads, 2 C, K], [heads, C, K]
-    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state)
-    dg = tile_bwd.sum_over_rows(later, earlier, same, dtype)  # [C, heads K]
+    *by_pack, of_pairs = zip(*by_pack, strict=True)
+    d_rows, d_columns = (jnp.concatenate(y) for y in by_pack)  # [heads, 2 C, K], [heads, C, K]
+    by_level = of_pairs[0] is not None
+    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, by_level)
+    dg = tile_bwd.gate_gradients(later, earlier, of_pairs, same, dtype)  # [C, heads K]
     if refs.law is not None:
         dg = through_law(refs, valid, dg, static)
     elif masks is not None:  # padding's gates get gradients only from the passing state

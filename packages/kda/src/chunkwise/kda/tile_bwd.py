@@ -53,7 +53,7 @@ def unpacked(x, p: int):
 
 
 def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
-    """Return the gradients through `tile.interaction_tile`: of the rows [h, 2 C, K], and of k as columns [h, C, K].
+    """Return the gradients through `tile.interaction_tile`.
 
     Only pairs i > j count. The diagonal has no gate; with it, a gate's gradient would have a term as a row and the
     same, negative, as a column.
@@ -63,8 +63,12 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
       table: `pair_table`.
       d: packed gradients [n, 2 C, p C] of the scores of queries above the scores of keys.
       p: heads of a pack.
+
+    Returns:
+      The gradients of the rows [h, 2 C, K], and of k as columns [h, C, K]; and of the gates [C, h K], or None if
+      `chunk_bwd_tile` has to find them in the other two.
     """
-    operand = matmul.operand_dtype(dtype)
+    operand, crossing = matmul.operand_dtype(dtype), []
     stacked, transposed = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
     pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
     pairs_T = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
@@ -91,6 +95,13 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
             packed.concat_lanes(column_parts), packed.concat_rows([decayed.astype(operand)] * len(column_parts))
         )  # [h, C or C / 2, K]
         add_columns = by_column * product  # [h, C or C / 2, K]
+        if sums_by_level(decays, dtype):
+            of_rows, of_columns = add_rows, add_columns
+            if b is not None:
+                of_rows = tile.join_halves(jnp.zeros_like(of_rows), of_rows, b)  # [h, 2 C, K]
+                of_columns = tile.join_halves(of_columns, jnp.zeros_like(of_columns), b)  # [h, C, K]
+            terms = _level_terms(stacked * of_rows, k * of_columns, index, decays.erased is not None)
+            crossing.append((_crossing(k.shape[1], index), terms))
         if b is None:
             d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
         else:
@@ -98,7 +109,44 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
             d_rows = tile.join_halves(untouched, right + add_rows, b)  # [h, 2 C, K]
             left, untouched = tile.halves(d_columns, b)
             d_columns = tile.join_halves(left + add_columns, untouched, b)  # [h, C, K]
-    return d_rows, d_columns
+    return d_rows, d_columns, sum_over_rows(crossing, dtype) if crossing else None
+
+
+def sums_by_level(decays: tile.ChannelDecays, dtype) -> bool:
+    """Return whether gates get their gradients level by level, from the pairs around them alone.
+
+    As a sum over all pairs whose row is not before the gate, less a sum over all pairs whose column is not before it,
+    the pairs after a gate cancel but for rounding, which may be far more than the gradient of a strong gate. The sums
+    by level take more time, so they are for tensors whose products keep float32, and for gates without a bound.
+    """
+    return decays.base is None and matmul.operand_dtype(dtype) == jnp.float32
+
+
+def _level_terms(of_rows, of_columns, index: int, erase_before_decay: bool):
+    """Return the terms of the pairs of a level in gradients of gates [h, C, K]: of rows right, of columns left.
+
+    Args:
+      of_rows: [h, 2 C, K], sums over the pairs of a row of queries, and of a row of erase keys; zero in left halves.
+      of_columns: [h, C, K], sums over the pairs of a column, zero in right halves.
+      index: the level has halves of 2^index rows.
+      erase_before_decay: whether the decays of a row of erase keys end with the gate of the row before.
+    """
+    C = of_columns.shape[1]
+    queries, erase = of_rows[:, :C], of_rows[:, C:]
+    if erase_before_decay:  # the first row of a right half has no gate there
+        erase = jnp.where((_row_numbers(erase) >> index) & 1 == 1, moved_up(erase), 0.0)
+    return queries + erase + of_columns
+
+
+def _crossing(C: int, index: int):
+    """Return which rows' terms of a level are in the gradient of a gate, [1, C, C], gates by rows.
+
+    A gate in a right half has the pairs of its row and later rows of this half, a gate in a left half the pairs of
+    earlier columns of this half: these are the pairs around it.
+    """
+    gate, row = tiles.row_index(C), tiles.column_index(C)
+    is_right = (gate >> index) & 1 == 1
+    return ((gate >> index) == (row >> index)) & ((is_right & (row >= gate)) | (~is_right & (row < gate)))
 
 
 def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
@@ -185,48 +233,57 @@ def _of_neighbours(dR, v_new, same):
     return found if same is None else jnp.where(tile.continuing(same) == 0.0, 0.0, found)
 
 
-def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state):
+def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, by_level: bool):
     """Return the gradients of queries, erase keys and keys [h, C, K], and `later` and `earlier` for the gates.
 
     `later` [h, C, K] has the terms of a row in the gradients of its gate and all earlier gates, and `earlier` the terms
     of a row in the gradients of all later gates. The gradient of a gate is a sum of both, over later and over earlier
-    rows; as a difference of cumulative sums it would cancel where gates are strong.
+    rows; as a difference of cumulative sums it would cancel where gates are strong. With gradients `by_level` the terms
+    are only those through the states.
 
     Args:
       q, e, k: [h, C, K] float32, q scaled; e is None where k erases, whose gradient is then the sum for both.
       d_rows, d_columns: the results of `interaction_bwd_tile`.
       of_state: the last results of `outer_bwd_tile`.
+      by_level: whether `interaction_bwd_tile` gives the gradients of gates through pairs of rows.
     """
     C, (d_start, d_end, d_itself, of_gates, of_neighbours) = k.shape[1], of_state
     d_rows = d_rows + d_start  # [h, 2 C, K]
     last = _row_numbers(k) == C - 1
     dq, de = d_rows[:, :C] + d_itself * k, d_rows[:, C:]
+    of_rows, of_columns = (d_start, 0.0) if by_level else (d_rows, d_columns)
     if e is None:
-        of_keys, dk = k * (de - d_columns), de + d_columns + d_end + d_itself * q
+        of_keys, dk = k * (of_rows[:, C:] - of_columns), de + d_columns + d_end + d_itself * q
     elif of_neighbours is not None:
         # The decays of a row of erase keys end with the gate of the row before.
-        of_keys = moved_up(e * de) - k * d_columns
+        of_keys = moved_up(e * of_rows[:, C:]) - k * of_columns
         dk = d_columns + d_end + d_itself * q + moved_up(of_neighbours * e)
         de = de + of_neighbours * moved_down(k)
     else:
-        of_keys, dk = e * de - k * d_columns, d_columns + d_end + d_itself * q
-    later = q * d_rows[:, :C] + of_keys + jnp.where(last, of_gates, 0.0)  # [h, C, K]
+        of_keys, dk = e * of_rows[:, C:] - k * of_columns, d_columns + d_end + d_itself * q
+    later = q * of_rows[:, :C] + of_keys + jnp.where(last, of_gates, 0.0)  # [h, C, K]
     return dq, de, dk, later, k * d_end
 
 
-def sum_over_rows(later, earlier, same, dtype):
+def sum_over_rows(terms, dtype):
+    """Return sums over rows, [C, heads K], for a list of pairs of a mask [1, C, C] and of terms [heads, C, K].
+
+    A row of a mask has the rows of the terms that are in its sum. The sums are a product with zeros and ones.
+    """
+    count = 2 if matmul.operand_dtype(dtype) == jnp.bfloat16 else 3
+    collect = [x.astype(jnp.float32) for x, _ in terms for _ in range(count)]
+    by_part = [part for _, x in terms for part in matmul.bf16_parts(jnp.concatenate(list(x), axis=1), count)]
+    collect = packed.concat_lanes(collect).astype(jnp.bfloat16)  # [1, C, terms count C]
+    return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
+
+
+def gate_gradients(later, earlier, of_pairs, same, dtype):
     """Return the gradient of the gates, [C, heads K], from `later` and `earlier` of `chunk_bwd_tile`.
 
-    The sums over rows are a product with zeros and ones. Terms of one sequence in gradients of another sequence's gates
-    would add up to zero, but for rounding; `same` leaves them out.
+    Terms of one sequence in gradients of another sequence's gates would add up to zero, but for rounding; `same` leaves
+    them out. `of_pairs` are the gradients from `interaction_bwd_tile` of every pack of heads.
     """
-    C, count = later.shape[1], 2 if matmul.operand_dtype(dtype) == jnp.bfloat16 else 3
-    later, earlier = (jnp.concatenate(list(x), axis=1) for x in (later, earlier))  # [C, heads K]
-    by_part = [*matmul.bf16_parts(later, count), *matmul.bf16_parts(earlier, count)]  # each [C, heads K]
-    collect = [tiles.row_index(C) <= tiles.column_index(C)] * count + [
-        tiles.row_index(C) > tiles.column_index(C)
-    ] * count
-    if same is not None:
-        collect = [x & same for x in collect]
-    collect = packed.concat_lanes([x.astype(jnp.float32) for x in collect]).astype(jnp.bfloat16)  # [1, C, 2 count C]
-    return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
+    gate, row = tiles.row_index(later.shape[1]), tiles.column_index(later.shape[1])
+    masks = [x if same is None else x & same for x in (gate <= row, gate > row)]
+    dg = sum_over_rows(list(zip(masks, (later, earlier), strict=True)), dtype)
+    return dg if of_pairs[0] is None else dg + jnp.concatenate(of_pairs, axis=1)
