@@ -51,12 +51,17 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
     return steps, [int(np.sum(x)) for x in runs]
 
 
+def has_second_path(case: Layer) -> bool:
+    """Return whether the forward has regions that make up for strong gates, as the kernels of KDA have."""
+    return case.table.delta and (case.table.per_channel or case.table.erase == "key")
+
+
 def second_path(case: Layer, C: int) -> tuple[int, ...]:
     """Return how many steps of a forward run the regions that make up for strong gates, of which none is strong here.
 
-    There is one around the regions of all packs of heads, where every channel has a gate.
+    There is one around the regions of all packs of heads.
     """
-    if not case.table.per_channel:
+    if not has_second_path(case):
         return ()
     config = kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
     return (0,) * (1 + config.heads // packing(C, config.heads, config.heads_bwd))
@@ -106,12 +111,12 @@ def _gla_runs(steps, block, C, kind, pieces):
 def turns_of(case: Layer) -> Turns:
     """Return how many steps of our kernels run each region, for a layer of one sequence.
 
-    The kernels of gated linear attention loop as often as their tables say. The forwards of delta rules with gates per
-    channel have a second path for rows after strong gates; it counts as not taken.
+    The kernels of gated linear attention loop as often as their tables say. The forwards that run the
+    kernels of KDA have a second path for rows after strong gates; it counts as not taken.
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
-        if case.table.delta and not (loop.regions and case.table.per_channel and "_bwd_" not in launch):
+        if case.table.delta and not (loop.regions and has_second_path(case) and "_bwd_" not in launch):
             return None
         found = re.search(r"_([a-z]+)_c(\d+)", launch)
         assert found is not None
