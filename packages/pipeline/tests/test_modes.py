@@ -148,3 +148,13 @@ def test_the_sample_holds_all_implementations():
     missing = {(x.name, i) for x in (*CHUNKED, *RECURRENT) for i in x.implementations} - names
     # Their stages are those of the other two.
     assert missing == {(f"chunk_{name}", "staged") for name in ("kda", "gdn2", "comba", "simple_gla")}
+
+
+@pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+def test_bfloat16_tensors_are_not_promoted(operator):
+    """Tracing shows it: products of bfloat16 tensors with what is computed in float32 name their types."""
+    x = operator_inputs(operator, 1, 40, 1, 2, 128, 128, dtype=jnp.bfloat16)
+    with under("strict"):
+        total = lambda x: jnp.sum(operator.function(**x, implementation="fused")[0].astype(jnp.float32))
+        gradients = jax.eval_shape(jax.grad(total), x)
+    assert jax.tree.map(lambda y: y.dtype, gradients) == jax.tree.map(lambda y: y.dtype, x)

@@ -151,7 +151,9 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     loads.store(refs.dk, tile.to_key_heads(dk, keys.stop) + dk_scores, s, chunk, keys)
     loads.store(refs.dv, dv + matmul.dot_tn(P.astype(do.dtype), do), s, chunk, heads)
     if refs.dg is not None:
-        from_start, to_end = (tiles.repeat_heads(y, heads.stop) * dy for y, dy in ((q, dq), (k, dk)))
+        from_start, to_end = (
+            tiles.repeat_heads(y, heads.stop).astype(jnp.float32) * dy for y, dy in ((q, dq), (k, dk))
+        )
         dg = through + tile.gate_bwd(exponents, from_start, to_end, chunk.same)  # [heads, C, K]
         loads.store_gates(refs, dg, s, chunk, heads)
 

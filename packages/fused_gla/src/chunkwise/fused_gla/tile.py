@@ -326,8 +326,8 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, pa
     decayed = sums[0].astype(dtype)  # [n, C, C]
     exponents = (
         P * dP,
-        q_each * dq,
-        tiles.repeat_heads(k, do.shape[0]) * dk,
+        q_each.astype(jnp.float32) * dq,
+        tiles.repeat_heads(k, do.shape[0]).astype(jnp.float32) * dk,
         jnp.sum(S * dS_before, axis=(1, 2) if decays.through.shape[2] == 1 else 1, keepdims=True),
     )
     return (

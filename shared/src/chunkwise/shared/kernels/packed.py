@@ -92,8 +92,8 @@ def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
 
 
 def split_bf16(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
-    """Return float32 x as operands: two bfloat16 parts (16 bits) if `dtype` is bfloat16, else x itself."""
-    return matmul.bf16_parts(x, 2) if dtype == jnp.bfloat16 else (x,)
+    """Return x as operands: two bfloat16 parts (16 bits) of a float32 x if `dtype` is bfloat16, else x itself."""
+    return matmul.bf16_parts(x, 2) if x.dtype != dtype == jnp.bfloat16 else (x,)
 
 
 def split_computed(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
