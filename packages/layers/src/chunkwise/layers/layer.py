@@ -305,7 +305,7 @@ def _without_padding(x: jax.Array, valid: jax.Array, weights: Any) -> jax.Array:
     return x
 
 
-def _without_padding_jvp(primals, tangents):
+def _without_padding_jvp(primals, tangents) -> tuple[jax.Array, Any]:
     (x, valid, _), (dx, *_) = primals, tangents
     return chunking.select_tokens(valid, x), dx if isinstance(dx, SymbolicZero) else chunking.select_tokens(valid, dx)
 
