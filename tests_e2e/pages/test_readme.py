@@ -51,6 +51,7 @@ LONG = [
 ]
 THOROUGH = dict(test_python=lambda page: page in LONG)
 NEEDS_TORCH = re.compile(r"^(?:import|from) torch\b|transformers|\btorch\.(?:\w+\(|autograd)", re.MULTILINE)
+ALL_AFTER_TORCH = ("fine-tuning",)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -111,6 +112,8 @@ def test_python(page, monkeypatch):
         pytest.skip("the page compiles for a TPU, which needs libtpu")
     names = {}
     blocks = [match.groups() for match in BLOCK.finditer(text)]
+    if page.stem in ALL_AFTER_TORCH and not without_libraries(monkeypatch, text):
+        pytest.skip("the first block needs torch, and all blocks after it use what it makes")
     for (kind, code), (next_kind, promised) in itertools.pairwise([*blocks, ("python", "")]):
         if kind != "python" or not without_libraries(monkeypatch, code):
             continue
