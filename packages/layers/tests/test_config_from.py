@@ -148,7 +148,10 @@ def test_other_names_are_passed(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_null_is_the_default(name):
     """A setting that is null is as one that is missing, where null has no meaning of its own."""
-    meaning = ("linear_lower_bound", "mamba_d_ssm", "linear_num_key_heads", "linear_key_head_dim", "head_dim")
+    meaning = (
+        "linear_lower_bound", "mamba_d_ssm", "mamba_norm_before_gate", "linear_num_key_heads", "linear_key_head_dim",
+        "head_dim",
+    )  # fmt: skip
     own = {**MODEL, **MODELS[name][0]}
     for setting in [each for each in own if each not in meaning]:
         without = settings(name)

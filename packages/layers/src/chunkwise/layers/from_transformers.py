@@ -170,7 +170,9 @@ def _falcon_h1(s: settings.Settings) -> config.Mamba2Config:
     channels = s.whole("mamba_d_ssm")
     if expanded:
         channels = int(s.number("mamba_expand") * s.whole("hidden_size"))
-    before = "before" if s.flag("mamba_norm_before_gate") else "after"
+    # transformers asks whether this is true, so that null is False, and only a file without it has the default.
+    null = "mamba_norm_before_gate" in s.named and not s.has("mamba_norm_before_gate")
+    before = "before" if s.flag("mamba_norm_before_gate") and not null else "after"
     sizes = _mamba2(
         s, dict(out_bias="projectors_bias"), _head_size(s, channels), norm=before if s.flag("mamba_rms_norm") else None,
         in_multiplier=s.number("ssm_in_multiplier"), multipliers=s.factors("ssm_multipliers"),
