@@ -196,7 +196,7 @@ class Definition(Generic[Config, Weights]):
             )
             x, valid = self._checked(x, weights, config, over)
             y, cache = self.mix(x, weights, config, over)
-            return _select(valid, y), cache if output_cache else None
+            return chunking.select_tokens(valid, y), cache if output_cache else None
 
         call = self._named("", run, OverSequences.__call__, self.mix.__doc__)
         return call
@@ -213,7 +213,7 @@ class Definition(Generic[Config, Weights]):
             over = running.Serving(pool, step, block_size, decode_tokens, implementation, sharding)
             x, valid = self._checked(x, weights, config, over)
             y, pool = self.mix(x, weights, config, over)
-            return _select(valid, y), pool
+            return chunking.select_tokens(valid, y), pool
 
         first = (self.mix.__doc__ or "").partition("\n")[0]
         first = first.replace(
@@ -289,11 +289,6 @@ def _refuse(function: Callable, unknown: Mapping[str, Any]) -> None:
     unknown_arguments.check(name, [*unknown], inspect.signature(function).parameters, INSTEAD)
     if unknown:
         raise TypeError(f"{name}() got an unexpected keyword argument '{next(iter(unknown))}'")
-
-
-def _select(valid: jax.Array | None, y: jax.Array) -> jax.Array:
-    """Return an output with zeros for padding; None is for no padding."""
-    return y if valid is None else chunking.select_tokens(valid, y)
 
 
 @jax.custom_jvp

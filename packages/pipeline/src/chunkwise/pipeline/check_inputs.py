@@ -122,7 +122,7 @@ def _find_faults(
         yield _padding(x.segment_ids)
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, T)
     # Padding may hold anything.
-    inside = lambda wrong: wrong if valid is None else chunking.select_tokens(valid, wrong, False)
+    inside = lambda wrong: chunking.select_tokens(valid, wrong, False)
     everywhere = lambda wrong: wrong
     tokens = ("q", "k", "v", "beta", "p", "b", "w", *(("g",) if raw.use_gate_in_kernel else ()))
     for name in (*tokens, "initial_state", "A_log", "dt_bias"):

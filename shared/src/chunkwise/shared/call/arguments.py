@@ -241,11 +241,7 @@ def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) ->
     `valid` may hold anything, and become zeros.
     """
     named = {name: getattr(x, name) for name in ("q", "k", "v", "p", "b", "w")}
-    named = {
-        name: (y if valid is None else chunking.select_tokens(valid, y)).astype(jnp.float32)
-        for name, y in named.items()
-        if y is not None
-    }
+    named = {name: chunking.select_tokens(valid, y).astype(jnp.float32) for name, y in named.items() if y is not None}
     if options.use_qk_l2norm_in_kernel:
         named |= {name: tiles.l2norm(named[name]) for name in ("q", "k", "p") if name in named}
     p = jnp.repeat(named.get("p", named["k"]), x.v.shape[2] // x.q.shape[2], axis=2)

@@ -130,13 +130,13 @@ def decays(
     Tokens that are not `valid`, bool [B, T], may hold anything; None if all tokens are valid.
     """
     A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:], law))
-    g = g if valid is None else chunking.select_tokens(valid, g)
+    g = chunking.select_tokens(valid, g)
     return law.decay(g.astype(jnp.float32), A_log, dt_bias)
 
 
 @functools.partial(jax.jit, static_argnames="doubled")
 def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
     """Return sigmoid(beta), or twice it, of beta [B, T, ...] of any type; tokens that are not `valid` hold anything."""
-    beta = beta if valid is None else chunking.select_tokens(valid, beta)
+    beta = chunking.select_tokens(valid, beta)
     beta = jax.nn.sigmoid(beta.astype(jnp.float32))
     return 2.0 * beta if doubled else beta

@@ -34,8 +34,13 @@ def pad_tokens(x: jax.Array, T: int) -> jax.Array:
     return x if missing == 0 else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
-def select_tokens(tokens: jax.Array, x: jax.Array, others: float = 0.0) -> jax.Array:
-    """Return x [B, T, ...] where `tokens`, bool [T] or [B, T], is True, and the number `others` elsewhere."""
+def select_tokens(tokens: jax.Array | None, x: jax.Array, others: float = 0.0) -> jax.Array:
+    """Return x [B, T, ...] where `tokens`, bool [T] or [B, T], is True, and the number `others` elsewhere.
+
+    None is for all tokens.
+    """
+    if tokens is None:
+        return x
     return jnp.where(tokens.reshape(-1, x.shape[1], *(1,) * (x.ndim - 2)), x, jnp.full((), others, x.dtype))
 
 
@@ -48,8 +53,7 @@ def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T:
 
 def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """Return x [B, T, ...] with zeros for tokens of no sequence, whatever they held; x itself if not packed."""
-    valid = valid_tokens(cu_seqlens, None, x.shape[1])
-    return x if valid is None else select_tokens(valid, x)
+    return select_tokens(valid_tokens(cu_seqlens, None, x.shape[1]), x)
 
 
 def rising(boundaries: jax.Array, T: int) -> jax.Array:

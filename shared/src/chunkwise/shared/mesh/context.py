@@ -135,7 +135,7 @@ def _passing(part: Part) -> jax.Array | None:
 def _decay(x: arguments.Arguments, part: Part) -> jax.Array:
     """Return the decay over all tokens of a device, [B, HV, K, 1] or [B, HV, 1, 1]."""
     g = arguments.total_gate(x)
-    G = jnp.sum(g if part.valid is None else chunking.select_tokens(part.valid, g), axis=1)
+    G = jnp.sum(chunking.select_tokens(part.valid, g), axis=1)
     return jnp.exp(G)[..., None] if g.ndim == 4 else jnp.exp(G)[..., None, None]
 
 
