@@ -13,8 +13,8 @@ from chunkwise.command.models import Layer
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
 from chunkwise.shared.testing import mixer_oracle
-from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
+from tests.laws import law_reference
 
 _WIDTH = 4
 # By the name of a mixer's implementation, the implementation of the operator and the implementation of the parts around

@@ -17,8 +17,8 @@ from unittest import mock
 from benchmarks import operators, timing, tpu
 from benchmarks.scans import SCANS
 from chunkwise.command.models import Layer
-from chunkwise.shared.testing.compiled import COLLECTIVE, traffic
 from chunkwise.shared.testing.tpu import launches, topology_mesh
+from tests.compiled import COLLECTIVE, traffic
 
 MIB = 2**20
 # This note is printed below the times.

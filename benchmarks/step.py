@@ -37,9 +37,9 @@ from chunkwise.shared.kernels.pools import Routes, resident_slots
 from chunkwise.shared.serving import ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.serving.decode.launch import sequences_of
-from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
+from tests import traced
 
 # The slots of the pool of a program that is only compiled.
 SLOTS = 1024

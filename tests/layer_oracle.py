@@ -29,8 +29,8 @@ from chunkwise.layers import (
     ragged_mamba2_mixer,
 )
 from chunkwise.shared.testing import mixer_oracle
-from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
+from tests.laws import law_reference
 
 SIZES = dict(D=20, H=2, HV=4, K=12, V=8)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from chunkwise.shared import chips
-from chunkwise.shared.testing import compare, inputs, oracle, tpu, transforms
+from chunkwise.shared.testing import compare, inputs, oracle, tpu
 from tests import poison
 
 # Padding before, between and after segments, and between two of one id; a segment of one token; one that ends with a
@@ -69,7 +69,7 @@ def segment_launches(fn: Callable[[dict, jax.Array], dict], x: dict[str, jax.Arr
     ids = jnp.zeros(x["v"].shape[:2], jnp.int32)
     cotangents = jax.tree.map(lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(fn, x, ids))
     gradients = lambda x: compare.with_gradients(fn)(x, ids, cotangents)
-    forward, both = (transforms.text_for_tpu(f, x).count("tpu_custom_call") for f in (lambda x: fn(x, ids), gradients))
+    forward, both = (tpu.text_for_tpu(f, x).count("tpu_custom_call") for f in (lambda x: fn(x, ids), gradients))
     return forward, both
 
 

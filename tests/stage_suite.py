@@ -20,8 +20,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.shared import chips
-from chunkwise.shared.testing import cases, compare, inputs, tpu, transforms
-from tests import documents, poison
+from chunkwise.shared.testing import cases, compare, inputs, tpu
+from tests import documents, poison, transforms
 
 Arrays = dict[str, jax.Array]
 
@@ -308,7 +308,7 @@ class TransformTests(OfStage):
         loss = lambda x, cu_seqlens=None: _total(self.stage.run("pallas", cu_seqlens=cu_seqlens)(x))
         in_specs = (specs, PartitionSpec("data"))[: len(args)]
         gradient = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=in_specs, out_specs=specs)
-        assert "stablehlo.all_reduce" in transforms.text_for_tpu(gradient, *args)
+        assert "stablehlo.all_reduce" in tpu.text_for_tpu(gradient, *args)
 
 
 class PackTests(OfStage):
@@ -386,7 +386,7 @@ class KernelTests(OfStage):
 
     def test_names(self):
         run = self.stage.run("pallas", 64)
-        text = transforms.text_for_tpu(lambda x: (run(x), jax.grad(lambda x: _total(run(x)))(x)),
+        text = tpu.text_for_tpu(lambda x: (run(x), jax.grad(lambda x: _total(run(x)))(x)),
                                        self.stage.arrays(small(T=64, chunk_size=64)))  # fmt: skip
         for backward in (False, True):
             assert self.stage.launch(64, backward) in text

@@ -13,10 +13,10 @@ from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode import choose
 from chunkwise.shared.serving.decode.records import DecodeStatic
-from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
+from tests import traced
 
 N, H, HV = 3, 1, 2
 # The type of a pool, the tokens of its rings, K, the tokens of a decode, whether there are erase keys, and the kernel

@@ -19,8 +19,7 @@ from chunkwise.shared.serving.states_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.tpu import compile_for, has_libtpu
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, text_for_tpu
 from tests.poison import assert_isolated
 
 HV, K, V = 4, 24, 40

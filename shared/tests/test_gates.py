@@ -11,7 +11,7 @@ from chunkwise.shared.call.gates import GateActivation, check_gate_activation, d
 from chunkwise.shared.kernels.gate_activation import Softplus
 from chunkwise.shared.testing.compare import assert_close, assert_gradients
 from chunkwise.shared.testing.inputs import make_inputs, spec
-from chunkwise.shared.testing.laws import law_reference, raw_inputs
+from tests.laws import law_reference, raw_inputs
 
 LAWS = [(None, True), (None, False), (-5.0, True)]
 

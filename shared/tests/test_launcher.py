@@ -19,7 +19,7 @@ from chunkwise.shared.kernels.launcher import (
     scaled,
     split_scale,
 )
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 
 FREE = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0)
 

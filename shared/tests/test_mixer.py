@@ -10,12 +10,11 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving.decode import choose, launch
 from chunkwise.shared.serving.state_pool import StatePool
-from chunkwise.shared.testing import traced
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
-from tests import mixer_suite
+from tests import mixer_suite, traced
 
 # A pool without rings, the rings with the most operations, and a slot for each token.
 QUICK = ("bfloat16", "channels, int8 ring", "drafts in slots")

@@ -11,10 +11,10 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels.matmul import dot
 from chunkwise.shared.testing.cases import CASES, Case
 from chunkwise.shared.testing.compare import assert_close, assert_gradients, error, numeric_gradients, with_gradients
-from chunkwise.shared.testing.compiled import product_flops
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, poison_padding, spec
-from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
-from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products, text_for_tpu
+from tests.compiled import product_flops
+from tests.transforms import TRANSFORMS, assert_traced_once, assert_transform
 
 
 def test_error():

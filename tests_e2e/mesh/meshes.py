@@ -9,9 +9,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, with_gradients
-from chunkwise.shared.testing.compiled import COLLECTIVE
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
+from tests.compiled import COLLECTIVE
 
 P = PartitionSpec
 MODES = ("explicit", "automatic")

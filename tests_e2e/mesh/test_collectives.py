@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing import tpu
-from chunkwise.shared.testing.compiled import traffic
+from tests.compiled import traffic
 from tests_e2e.mesh.meshes import P, collectives, cotangents_of, inputs_of, make_mesh, run_of, spec_of
 
 needs_libtpu = pytest.mark.skipif(not tpu.has_libtpu(), reason="the TPU compiler is libtpu")

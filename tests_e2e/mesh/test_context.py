@@ -15,7 +15,8 @@ from chunkwise.pipeline import chunk_gla
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.plain import affine_scan
 from chunkwise.shared.testing.compare import assert_close, with_gradients
-from chunkwise.shared.testing.transforms import KEEPING, text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
+from tests.transforms import KEEPING
 from tests_e2e.mesh.meshes import (
     P,
     assert_divided,

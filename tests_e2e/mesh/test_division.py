@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_gla, recurrent_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.laws import raw_inputs
+from tests.laws import raw_inputs
 from tests_e2e.mesh.meshes import P, assert_divided, inputs_of, make_mesh
 
 # A kernel of each kind, and plain JAX where its gates differ.

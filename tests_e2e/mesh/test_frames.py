@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.traced import assert_frames
+from tests.traced import assert_frames
 from tests_e2e.mesh.meshes import P, make_mesh
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.compare import with_gradients
-from chunkwise.shared.testing.compiled import product_flops
+from tests.compiled import product_flops
 from tests_e2e.mesh.meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]

@@ -15,7 +15,7 @@ from chunkwise.layers import (
     ragged_gated_delta_net,
 )
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.traced import assert_frames, frames_of_launches
+from tests.traced import assert_frames, frames_of_launches
 
 CONFIG = GatedDeltaNetConfig(D=32, H=1, HV=2, K=16, V=16)
 SERVED = GatedDeltaNetConfig(D=32, H=1, HV=2, K=128, V=128)

@@ -8,7 +8,8 @@ import pytest
 
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.testing import tpu, traced
+from chunkwise.shared.testing import tpu
+from tests import traced
 
 K = 128
 MILLION = 2**20

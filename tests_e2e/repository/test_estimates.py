@@ -260,7 +260,7 @@ GATHERED = "f32[4,32]{1,0:T(8,128)S(1)}"
     ],
 )
 def test_bytes_of_collectives(line, expected):
-    from chunkwise.shared.testing.compiled import traffic
+    from tests.compiled import traffic
 
     assert traffic(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
 

@@ -9,8 +9,8 @@ import pytest
 
 from chunkwise import fused_gdn, fused_gla, kda, two_keys
 from chunkwise.pipeline import operators
-from chunkwise.shared.testing import compare, inputs, laws, oracle
-from tests import segment_suite
+from chunkwise.shared.testing import compare, inputs, oracle
+from tests import laws, segment_suite
 
 # Tiles so small that every axis of a grid has several steps: one head, and two chunks of fused_gla.
 CONFIGS = {

@@ -10,7 +10,7 @@ from chunkwise.causal_conv1d.kernel import ConvStatic, tables
 from chunkwise.causal_conv1d.sequences import find, state_rows
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 
 SMALL = Config(16, 128)
 THOROUGH = dict(test_every_config_gives_the_same=True)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.causal_conv1d import causal_conv1d
-from chunkwise.shared.testing import transforms
 from tests import stage_suite as stages
+from tests import transforms
 
 RNG = np.random.default_rng(0)
 WEIGHT = jnp.asarray(RNG.standard_normal((5, 4)), jnp.float32)

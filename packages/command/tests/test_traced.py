@@ -3,7 +3,7 @@
 import pytest
 
 from chunkwise.command.models import Layer, program
-from chunkwise.shared.testing import traced
+from tests import traced
 
 # At most so many, some per cent above what both ends of the supported releases of JAX trace. An engine compiles some
 # twenty numbers of tokens, so whoever raises a number here makes it start later.

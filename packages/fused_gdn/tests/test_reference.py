@@ -9,8 +9,8 @@ from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_ru
 from chunkwise.shared.kernels.inverse import unit_lower_inverse
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
+from tests.laws import law_reference
 
 THOROUGH = dict(
     test_xla=lambda function, cu_seqlens: function is chunk_gated_delta_rule and cu_seqlens is None,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
-from chunkwise.shared.testing.transforms import KEEPING
+from tests.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
 THOROUGH = dict(test_sixteen_long_sequences=True, test_states_and_float32=True, test_split_tokens=True)

@@ -12,7 +12,7 @@ from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 
 CUTS = [0, 1, 64, 64, 70, 128, 200]
 QUICK = ((jnp.float32, "logsigmoid"),)

@@ -11,7 +11,7 @@ from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.operator import SIMPLE_GLA, limit
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.either_gla import chunk_either_gla
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spec(2, 64, 2))

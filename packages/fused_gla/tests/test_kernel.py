@@ -11,7 +11,7 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.kernels.matmul import bf16_parts, kernel_trace
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.either_gla import chunk_either_gla
 
 THOROUGH = dict(

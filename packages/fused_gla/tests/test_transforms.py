@@ -12,8 +12,9 @@ from chunkwise.fused_gla import recurrent_simple_gla
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.transforms import TRANSFORMS, assert_traced_once, assert_transform, text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.either_gla import chunk_either_gla
+from tests.transforms import TRANSFORMS, assert_traced_once, assert_transform
 
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "fused"])
 THOROUGH = dict(

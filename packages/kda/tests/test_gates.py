@@ -11,9 +11,9 @@ import pytest
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
-from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
+from tests.laws import law_reference, raw_inputs
 from tests.poison import assert_isolated
 
 # 1 token, an empty sequence, two sequences in a chunk, padding in the last chunk.

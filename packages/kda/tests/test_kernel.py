@@ -14,7 +14,7 @@ from chunkwise.shared.kernels.tiles import LOG2_E
 from chunkwise.shared.serving.states_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.documents import documented_flops
 
 THOROUGH = dict(test_interaction=lambda C, base, strength: C != 64 or (base == 8) != (strength == 1.0))

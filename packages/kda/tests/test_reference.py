@@ -15,9 +15,9 @@ from chunkwise.shared.testing.compare import (
     assert_close,
 )
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs, poison_padding
-from chunkwise.shared.testing.laws import law_reference
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import find_order
+from tests.laws import law_reference
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

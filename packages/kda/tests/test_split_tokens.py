@@ -6,7 +6,7 @@ import pytest
 from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from chunkwise.shared.testing.laws import raw_inputs
+from tests.laws import raw_inputs
 from tests.segment_suite import SEGMENT_IDS
 from tests.split_suite import assert_split
 

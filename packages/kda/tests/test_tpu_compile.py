@@ -11,7 +11,7 @@ from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu, topology_mesh
-from chunkwise.shared.testing.transforms import KEEPING
+from tests.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 # Plain kernels of chunks and those of the gated delta rule over devices are compiled every time.

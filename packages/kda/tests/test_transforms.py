@@ -11,7 +11,8 @@ from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.transforms import assert_traced_once, assert_transform, text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
+from tests.transforms import assert_traced_once, assert_transform
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 

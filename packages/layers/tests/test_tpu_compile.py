@@ -20,8 +20,7 @@ from chunkwise.layers import (
 from chunkwise.pipeline import pool_formats
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, has_libtpu, topology_mesh
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, text_for_tpu, topology_mesh
 from tests.layer_oracle import LAYERS
 
 # The kernels of the operators, which are named after their functions.

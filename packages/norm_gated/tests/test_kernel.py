@@ -9,7 +9,7 @@ from chunkwise.norm_gated import Config, rms_norm_gated
 from chunkwise.norm_gated.config import default_for
 from chunkwise.norm_gated.tile import group_mean
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 
 THOROUGH = dict(test_every_config_gives_the_same=True)
 

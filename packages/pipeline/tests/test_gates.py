@@ -11,11 +11,11 @@ import pytest
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.kernels import gate_activation
-from chunkwise.shared.testing import laws
 from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import boundaries, poison_padding, spec
-from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
+from tests import laws
+from tests.laws import law_reference, raw_inputs
 
 DELTA = [operator for operator in OPERATORS.values() if operator.delta]
 # 1 token, an empty sequence, two sequences in a chunk, padding.

@@ -8,10 +8,11 @@ import pytest
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
 from chunkwise.pipeline.stages import PARTS, STAGES
 from chunkwise.shared.implementation import platforms
-from chunkwise.shared.testing import cases, laws
+from chunkwise.shared.testing import cases
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
+from tests import laws
 
 TOLERANCE = GRADIENT_TOLERANCE["float32"]
 NAMES = [x.name for x in CHUNKED]

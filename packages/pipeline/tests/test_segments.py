@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
-from chunkwise.shared.testing.transforms import assert_traced_once
 from tests.segment_suite import SEGMENT_IDS, assert_segments, over_segments
+from tests.transforms import assert_traced_once
 
 B, T = SEGMENT_IDS.shape
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)

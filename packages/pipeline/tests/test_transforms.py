@@ -14,7 +14,7 @@ from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import text_for_tpu
 
 CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 # Under a transform the arithmetic is the same; only the order of some sums may differ.

@@ -9,9 +9,9 @@ import pytest
 
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
-from chunkwise.shared.testing.laws import law_reference, raw_inputs
 from chunkwise.shared.testing.oracle import reference
 from tests.either_two_keys import KINDS
+from tests.laws import law_reference, raw_inputs
 
 PACKED = boundaries(1, 17, 0, 3)
 # The laws are those of kda, whose tests have them.

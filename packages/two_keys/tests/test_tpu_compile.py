@@ -8,8 +8,7 @@ import pytest
 
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu
-from chunkwise.shared.testing.transforms import text_for_tpu
+from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu, text_for_tpu
 from tests.either_two_keys import KINDS
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]

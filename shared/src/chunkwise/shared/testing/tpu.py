@@ -51,6 +51,11 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
         return placed.trace(*specs).lower().compile()
 
 
+def text_for_tpu(fn, *args) -> str:
+    """Return the text of a program that is lowered for a TPU, which names the kernels that it launches."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
 def topology_mesh(topology: str, axis: str, count: int | None = None) -> Mesh:
     """Return a mesh of the first `count` devices of a topology, such as "v5p:2x2x1", or of all, along one axis."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices

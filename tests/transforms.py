@@ -56,8 +56,3 @@ def assert_traced_once(fn, *batches: tuple, expected=None, tolerance: float = 1e
             compare.assert_close("under jit", got, want, tolerance)
     assert len(traces) == 1, f"traced {len(traces)} times"
     assert "callback" not in compiled.lower(*batches[0]).as_text()
-
-
-def text_for_tpu(fn, *args) -> str:
-    """Return the text of a program that is lowered for a TPU, which names the kernels that it launches."""
-    return jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()

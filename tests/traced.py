@@ -10,6 +10,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.extend import core
 
+import chunkwise
 from chunkwise.shared import tuning
 
 
@@ -78,8 +79,8 @@ def frames_of_launches(call: Callable[[], object]) -> list[list[str]]:
     seen, launch = [], pl.pallas_call
 
     def spy(*args, **kwargs):
-        stack = [frame for frame in traceback.extract_stack() if "/chunkwise/" in frame.filename]
-        seen.append([frame.name for frame in stack if frame.filename != __file__])
+        stack = traceback.extract_stack()
+        seen.append([frame.name for frame in stack if frame.filename.startswith(tuple(chunkwise.__path__))])
         return launch(*args, **kwargs)
 
     jax.clear_caches()
