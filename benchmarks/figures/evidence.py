@@ -155,6 +155,20 @@ def hosts_training() -> str:
 
 
 @block
+def hosts_bundles() -> str:
+    """The bundles of a decode of tpu-inference's kernel, and of ours."""
+    rows = [row for row in rows_of("hosts") if "bundles" in row]
+    (jax,) = {row["jax"] for row in rows}
+    counts = lambda who: " and ".join(whole(row["bundles"][who]) for row in rows)
+    names = " and ".join(row["run"].removeprefix("a decode, ").removesuffix(" heads, v6e") for row in rows)
+    return (
+        f"One compiler (JAX {jax}, for v6e) gives its kernel {counts('theirs')} bundles a sequence with {names} "
+        f"heads,\nwithout loops whose turns depend on tables, and chunkwise's {counts('ours')}, with the gated norm "
+        "(`nox -s host-tpu-inference`)."
+    )
+
+
+@block
 def suites() -> str:
     """How many tests of other projects pass with our functions in place of theirs."""
     columns = {

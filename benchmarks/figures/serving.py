@@ -1,5 +1,7 @@
 """Figures of serving steps, decodes and pools of states."""
 
+import math
+
 from benchmarks import decode_mixer
 from benchmarks import step as steps
 from benchmarks.figures.tables import NONE, TITLES, block, decimals, only, rows_of, select, table, values, whole
@@ -145,6 +147,46 @@ def pools() -> str:
     }
     types = ("float32", "bfloat16", "int8")
     return table([{"dtype": dtype, "replay": L} for dtype in types for L in (0, 8, 16, 32)], columns)
+
+
+@block
+def pool_bits() -> str:
+    """The bits per byte of a model over a float32 pool, and how far the other pools are from it."""
+    rows = rows_of("pool-bits")
+    # In thousandths of a percent, rounded up.
+    most = math.ceil(1e5 * max(abs(row["over_float32"]) for row in rows)) / 1000
+    bits = only(rows, pool="float32")["bits_per_byte"]
+    return (
+        f"With a float32 pool the model needs {decimals(bits, 3)} bits for a byte, and every other pool is within "
+        f"{decimals(most, 3)} % of this,\nso choose by bytes and slots."
+    )
+
+
+@block
+def pool_steps() -> str:
+    """Decodes over arrays and over rings of 16 tokens."""
+    rows = rows_of("step-v6e")
+    titles = {
+        ("qwen3-next-80b", "speculate-64x3"): "gated delta rule, float32, 64 decodes of 3 tokens",
+        ("qwen3-next-80b", "decode-256-bfloat16"): "gated delta rule, bfloat16, 256 decodes",
+        ("qwen3-next-80b", "decode-256-int8"): "gated delta rule, int8, 256 decodes",
+        ("kimi-linear-48b", "decode-64-bfloat16"): "KDA, bfloat16, 64 decodes",
+        ("kimi-linear-48b", "decode-64-int8"): "KDA, int8, 64 decodes",
+    }
+
+    def cell(end):
+        def text(row):
+            found = select(rows, case=row["place"][0], mixture=row["place"][1] + end)
+            return next((whole(x["cycles"]) for x in found), NONE)
+
+        return text
+
+    columns = {
+        "cycles, v6e": lambda row: titles[row["place"]],
+        "no ring": cell(""),
+        "ring of 16": cell("-ring"),
+    }
+    return table([{"place": place} for place in titles], columns)
 
 
 @block

@@ -39,6 +39,8 @@ REPEATS = (
     "packing",
     "prompts",
     "serving",
+    "serving-layers",
+    "serving-pools",
     "stages",
     "tokens-over-devices",
     "tutorial",
