@@ -1,4 +1,4 @@
-"""The imports of the modules that are installed: who has no reader."""
+"""The imports of all modules: none has no reader, none go in a circle, and none go back to a floor above."""
 
 import ast
 import re
@@ -33,8 +33,68 @@ def imports(text: str, known) -> set[str]:
     return found & set(known)
 
 
+# The rooms of shared by floors, the highest first: a module imports from its own room and from the floors below it.
+FLOORS = (
+    ("operator", "testing"),
+    ("serving", "mesh"),
+    ("implementation",),
+    ("plain",),
+    ("call",),
+    ("kernels",),
+    ("tuning",),
+    ("chips", "compat", "version"),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
 SOURCES = {name: path for folder in packages.FOLDERS.values() for name, path in modules_of(folder / "src").items()}
-GRAPH = {name: imports(path.read_text(), SOURCES) - {name} for name, path in SOURCES.items()}
+# What stands above them: folders of the root that are imported as packages, and the examples, which import one another.
+ABOVE = {
+    f"{folder}.{name}".rstrip("."): path
+    for folder in ("benchmarks", "release", "tests")
+    for name, path in modules_of(packages.ROOT / folder).items()
+} | modules_of(packages.ROOT / "examples")
+MODULES = SOURCES | ABOVE
+GRAPH = {name: imports(path.read_text(), MODULES) - {name} for name, path in MODULES.items()}
+ARROWS = sorted((name, other) for name in SOURCES for other in GRAPH[name])
+
+
+def reachable(name: str) -> set[str]:
+    """Return the modules that a module imports, and that these import, and so on."""
+    found, waiting = set(), [name]
+    while waiting:
+        new = GRAPH[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_imports_go_in_a_circle():
+    """An import inside of a function counts, too."""
+    circular = [name for name in GRAPH if name in reachable(name)]
+    assert not circular, circular
+
+
+def test_packages_import_what_they_need():
+    """The dependencies in the pyproject.toml of a package are its arrows; nothing installed imports what is not."""
+    wrong = []
+    for name, other in ARROWS:
+        needed = packages.needed(name.split(".")[1])
+        if other in ABOVE or other.split(".")[1] not in needed:
+            wrong.append(f"{name} imports {other}, and its package needs {needed}")
+    assert not wrong, wrong
+
+
+def test_rooms_of_shared_import_from_floors_below():
+    pairs = [(name.split("."), other.split(".")) for name, other in ARROWS if name.startswith("chunkwise.shared.")]
+    rooms = {(name[2], other[2]) for name, other in pairs if len(other) > 2}
+    assert {room for pair in rooms for room in pair} <= FLOOR_OF.keys()
+    back = [pair for pair in rooms if pair[0] != pair[1] and FLOOR_OF[pair[0]] >= FLOOR_OF[pair[1]]]
+    assert not back, back
+
+
+def test_the_page_draws_these_floors():
+    drawn = " -> ".join(", ".join(floor) for floor in FLOORS[1:6])
+    assert f"| shared   {drawn}; testing |" in (packages.ROOT / "docs/maintain/architecture.md").read_text()
 
 
 def is_shown(name: str) -> bool:
@@ -51,4 +111,4 @@ def is_shown(name: str) -> bool:
 @pytest.mark.parametrize("name", sorted(name for name, path in SOURCES.items() if path.stem != "__init__"))
 def test_every_module_has_a_reader(name):
     """The wheels hold no helpers of tests: a source imports every module, or a page shows it to users."""
-    assert any(name in found for found in GRAPH.values()) or is_shown(name)
+    assert any(name in GRAPH[other] for other in SOURCES) or is_shown(name)

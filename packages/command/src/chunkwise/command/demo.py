@@ -5,7 +5,6 @@ Then the gated delta rule runs over text, chunk by chunk and token by token, and
 """
 
 import ast
-import dataclasses
 import importlib.util
 import platform
 import statistics
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from chunkwise.command import demo_picture, tables
+from chunkwise.command.demo_records import Recall, Run
 from chunkwise.pipeline.operators import chunk_gated_delta_rule, chunk_simple_gla, recurrent_gated_delta_rule
 from chunkwise.shared.testing import compare, oracle
 
@@ -35,38 +35,6 @@ SHOWN = 32
 H, HV, K, V = 2, 4, 128, 128
 LENGTHS = (256, 1024, 4096)
 LIMIT = compare.TOLERANCE["float32"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recall:
-    """The lines that were stored, and by the name of a state the lines that came back."""
-
-    facts: dict[str, str]
-    answers: dict[str, list[str]]
-
-    def right_characters(self, state: str) -> float:
-        """Return the share of characters that are right."""
-        pairs = zip(self.facts.values(), self.answers[state], strict=True)
-        return statistics.fmean(a == b for line, answer in pairs for a, b in zip(line, answer, strict=True))
-
-    def right_lines(self, state: str) -> int:
-        """Return how many lines are right from the first to the last character."""
-        return sum(line == answer for line, answer in zip(self.facts.values(), self.answers[state], strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The speed and the error of one way to compute T tokens."""
-
-    way: str
-    tokens: int
-    seconds: float
-    error: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
 
 
 def library() -> list[Path]:

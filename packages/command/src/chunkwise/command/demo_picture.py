@@ -1,10 +1,8 @@
 """The picture of `chunkwise demo`; it needs `chunkwise-command[demo]`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from chunkwise.command.demo import Recall, Run
+from chunkwise.command.demo_records import Recall, Run
 
 LINES = 12
 COLOURS = {
@@ -18,7 +16,7 @@ WRONG = "tab:red"
 NAME = 24
 
 
-def draw(recalls: list["Recall"], shown: "Recall", runs: list["Run"], limit: float, path: Path) -> None:
+def draw(recalls: list[Recall], shown: Recall, runs: list[Run], limit: float, path: Path) -> None:
     """Draw the lines that were read back, how many were right, and the speed and the error of the runs."""
     import matplotlib
 
@@ -54,14 +52,14 @@ def _write(axes, column: float, row: int, text: str, colour: str, **style) -> No
         axes.text(column + place + 0.5, row + 0.5, letter, **style)
 
 
-def _stored(axes, shown: "Recall") -> None:
+def _stored(axes, shown: Recall) -> None:
     _sheet(axes, f"Stored: {len(shown.facts)} names and lines, each after a wrong line. {LINES} of them:", NAME + 35)
     for row, (name, line) in enumerate(list(shown.facts.items())[:LINES]):
         _write(axes, 1, row, name if len(name) <= NAME else name[: NAME - 2] + "..", "black", weight="bold")
         _write(axes, NAME + 2, row, line, "black")
 
 
-def _read_back(axes, shown: "Recall", state: str) -> None:
+def _read_back(axes, shown: Recall, state: str) -> None:
     _sheet(axes, f"{_full(state)}: {shown.right_lines(state)} of {len(shown.facts)} lines come back", 34)
     for row, (line, answer) in enumerate(list(zip(shown.facts.values(), shown.answers[state], strict=True))[:LINES]):
         for column, (want, got) in enumerate(zip(line, answer, strict=True)):
@@ -86,7 +84,7 @@ def _label(axes, x: float, y: float, text: str, below: bool = False, **style) ->
     axes.annotate(text, (x, y), xytext=(0, offset), textcoords="offset points", va=side, **({"ha": "center"} | style))
 
 
-def _curve(axes, recalls: list["Recall"]) -> None:
+def _curve(axes, recalls: list[Recall]) -> None:
     counts = [len(recall.facts) for recall in recalls]
     axes.set_title("How much comes back", loc="left", fontsize=11)
     for state, place in zip(recalls[0].answers, (-3, -4), strict=True):
@@ -100,11 +98,11 @@ def _curve(axes, recalls: list["Recall"]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _by_way(runs: list["Run"]) -> dict[str, list["Run"]]:
+def _by_way(runs: list[Run]) -> dict[str, list[Run]]:
     return {way: [run for run in runs if run.way == way] for way in dict.fromkeys(run.way for run in runs)}
 
 
-def _tokens_axis(axes, runs: list["Run"]) -> None:
+def _tokens_axis(axes, runs: list[Run]) -> None:
     tokens = sorted({run.tokens for run in runs})
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
@@ -112,7 +110,7 @@ def _tokens_axis(axes, runs: list["Run"]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _rates(axes, runs: list["Run"]) -> None:
+def _rates(axes, runs: list[Run]) -> None:
     axes.set_title("How fast the gated delta rule is", loc="left", fontsize=11)
     ways = _by_way(runs)
     places = range(len(next(iter(ways.values()))))
@@ -130,7 +128,7 @@ def _rates(axes, runs: list["Run"]) -> None:
     axes.grid(axis="y", alpha=0.3)
 
 
-def _errors(axes, runs: list["Run"], limit: float) -> None:
+def _errors(axes, runs: list[Run], limit: float) -> None:
     axes.set_title("How exact it is, in float32", loc="left", fontsize=11)
     for way, some in _by_way(runs).items():
         axes.plot([run.tokens for run in some], [run.error for run in some], "o-", color=COLOURS[way])
