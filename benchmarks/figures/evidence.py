@@ -150,8 +150,33 @@ def hosts_training() -> str:
         "last loss, ours": loss("ours", -1),
         "difference": lambda row: f"{row['difference']:.0e}",
         "of a unit": lambda row: f"{row['rounding']:.0e}" if "rounding" in row else "-",
+        "a step, theirs / ours, s": lambda row: " / ".join(
+            decimals(row["seconds"][who], 1) for who in ("theirs", "ours")
+        ),
     }
     return table((row for row in rows_of("hosts") if "losses" in row), columns)
+
+
+@block
+def hosts_bfloat16() -> str:
+    """The tokens of both engines in bfloat16 that are the tokens of the host in float32."""
+    rows = [row for row in rows_of("hosts") if "from float32" in row]
+    names = " and ".join(row["run"].partition(",")[0] for row in rows)
+    counts = lambda who: " and ".join(whole(row["from float32"][who]["same_tokens"]) for row in rows)
+    return (
+        "In bfloat16 both engines choose other tokens than in float32. Of the tokens of the host in float32 its engine "
+        f"in bfloat16 has\n{counts('theirs')} with {names}, and chunkwise in it {counts('ours')}, "
+        "each counted up to the first other token of an answer."
+    )
+
+
+@block
+def host_functions() -> str:
+    """The errors, times and temporaries of functions of hosts, and of ours in their place."""
+    forms = {"error": "{:.1e}", "ms": "{:,.0f} ms", "mib": "{:,.3g} MiB"}
+    cell = lambda who: lambda row: ", ".join(forms[key].format(value) for key, value in row[who].items())
+    columns = {"host": "host", "what": "what", "theirs": cell("theirs"), "ours": cell("ours")}
+    return table(rows_of("host-functions"), columns)
 
 
 @block

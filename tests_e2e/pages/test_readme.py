@@ -166,7 +166,7 @@ def test_first_screen():
 
 def test_counts_of_tests_of_other_projects():
     """The README repeats them from the page that says how they were run."""
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/integrations.md"))
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/hosts.md"))
     engine, other = re.search(r"all (\d+) of tpu-inference, all (\d+) of SGLang-JAX", readme).groups()
     assert re.search(rf"ships {engine} cases of tests of this kernel, and all {engine} pass", page)
     assert re.search(
