@@ -5,17 +5,14 @@ from jax.experimental import pallas as pl
 from chunkwise.shared import tuning
 from chunkwise.shared.tuning import HeadConfig as Config
 
-__all__ = ["Config", "cost", "default_for", "vmem_bytes_per_head"]
-
-
-def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
-    """Return the VMEM that one value head takes: two buffers of q, k, v, o and h, and the scores in flight."""
-    return 4 * (2 * (2 * C * K + 2 * C * V + K * V) + 2 * C * V + 3 * C * C)
+__all__ = ["Config", "cost", "default_for"]
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
-    return tuning.choose_heads(H, HV, vmem_bytes_per_head(C, K, V), 8, per_channel)
+    # Two buffers of q, k, v, o and h, and the scores in flight.
+    bytes_per_head = 4 * (2 * (2 * C * K + 2 * C * V + K * V) + 2 * C * V + 3 * C * C)
+    return tuning.choose_heads(H, HV, bytes_per_head, 8, per_channel)
 
 
 def cost(

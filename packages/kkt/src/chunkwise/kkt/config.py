@@ -5,17 +5,14 @@ from jax.experimental import pallas as pl
 from chunkwise.shared import tuning
 from chunkwise.shared.tuning import HeadConfig as Config
 
-__all__ = ["Config", "cost", "default_for", "vmem_bytes_per_head"]
-
-
-def vmem_bytes_per_head(C: int, K: int, itemsize: int) -> int:
-    """Return the VMEM that one value head takes: two buffers of k and A, and the float32 tiles in flight."""
-    return 2 * C * K * itemsize + 2 * C * C * 4 + 4 * C * C * 4
+__all__ = ["Config", "cost", "default_for"]
 
 
 def default_for(H: int, HV: int, C: int, K: int, itemsize: int, per_channel: bool = False) -> Config:
     """Return the Config for these shapes."""
-    return tuning.choose_heads(H, HV, vmem_bytes_per_head(C, K, itemsize), 32, per_channel)
+    # Two buffers of k and A, and the float32 tiles in flight.
+    bytes_per_head = 2 * C * K * itemsize + 2 * C * C * 4 + 4 * C * C * 4
+    return tuning.choose_heads(H, HV, bytes_per_head, 32, per_channel)
 
 
 def cost(

@@ -22,7 +22,6 @@ from chunkwise.shared import compat
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
-from chunkwise.shared.implementation.unread import unless_unread
 from chunkwise.shared.kernels import chunk_steps, launcher, layout, packed, pools
 from chunkwise.shared.kernels.chunk_steps import Steps
 from chunkwise.shared.kernels.operands import Operands
@@ -205,7 +204,7 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, steps: Steps, pre
     whole = functools.partial(launch, _outputs(options))
     if names:
         # Nobody reads the output under rematerialisation, nor in a program of gradients only.
-        residuals, out = unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
+        residuals, out = remat.unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
     else:
         residuals, out = whole(x, steps, precomputed)
     residuals, out = remat.save_for_backward((residuals, out))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.implementation.unread import unless_unread
+from chunkwise.shared.implementation.remat import unless_unread
 
 TRANSFORMS = {
     "jit": lambda fn: fn,
