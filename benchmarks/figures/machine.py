@@ -137,17 +137,21 @@ def first_call() -> str:
 
 
 def errors(name: str, points: tuple[float, ...]) -> str:
-    """Return the errors of a sweep at some of its points: a line for every form and type of an operator."""
-    rows, lines = rows_of(name), []
-    for operator in values(rows, "operator"):
-        mine = select(rows, operator=operator)
-        # Forms in the order of their results, float32 first.
-        ordered = sorted(mine, key=lambda row: row["dtype"] != "float32")
-        for dtype, form in dict.fromkeys((row["dtype"], row["form"]) for row in ordered):
-            found = {point: only(mine, form=form, dtype=dtype, point=point)["error"] for point in points}
-            lines.append({"kind": f"{operator}, {form}, {dtype}"} | found)
-    cell = lambda point: lambda row: "inf" if row[point] is None else f"{row[point]:.1e}"
-    return table(lines, {"operator, form, type": "kind"} | {str(point): cell(point) for point in points})
+    """Return the errors of a sweep at some of its points: a line for every form of an operator, a number for a type."""
+    rows = rows_of(name)
+    lines = dict.fromkeys((row["operator"], row["form"]) for row in rows)
+
+    def cell(point):
+        def text(row):
+            found = select(rows, operator=row["operator"], form=row["form"], point=point)
+            numbers = {x["dtype"]: "inf" if x["error"] is None else f"{x['error']:.1e}" for x in found}
+            return " / ".join(numbers[dtype] for dtype in ("float32", "bfloat16") if dtype in numbers)
+
+        return text
+
+    columns = {"operator, form": lambda row: f"{row['operator']}, {row['form']}"}
+    columns |= {str(point): cell(point) for point in points}
+    return table([dict(zip(("operator", "form"), line, strict=True)) for line in lines], columns)
 
 
 @block
@@ -160,6 +164,29 @@ def accuracy_gate() -> str:
 def accuracy_keys() -> str:
     """Errors against the share of tokens that have one and the same key."""
     return errors("accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
+
+
+@block
+def long_texts() -> str:
+    """Errors of texts of which nothing is forgotten."""
+    rows = rows_of("long-texts")
+    cell = lambda form: lambda row: f"{row['errors'][form]:.1e}" if form in row["errors"] else NONE
+    columns = {"T, K": lambda row: ", ".join([whole(row["T"]), str(row["K"]), *filter(None, [row.get("but")])])}
+    return table(rows, columns | {form: cell(form) for form in rows[0]["errors"]})
+
+
+@block
+def worst_gradients() -> str:
+    """Gradients of gates that lose more than the others."""
+    rows = rows_of("worst-gradients")
+    return table(rows, {name: name for name in rows[0]})
+
+
+@block
+def rounding() -> str:
+    """The cost of what takes roundings back."""
+    more = lambda row: f"{row['percent']} % more{'' if row['done'] else ', so it is not done'}"
+    return table(rows_of("rounding"), {"remedy": "remedy", "where": "where", "cycles of the forward": more})
 
 
 @block
