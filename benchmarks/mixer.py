@@ -12,7 +12,7 @@ from chunkwise.causal_conv1d.cost import cost as convolution_cost
 from chunkwise.command.models import Layer
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
-from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import law_reference
 
@@ -107,21 +107,21 @@ class Mixer(Layer):
         T, HV = x["v"].shape[1], self.HV // self.H
         heads = {"q": (1, self.K), "k": (1, self.K), "v": (HV, self.V)}
         tokens = {
-            name: mixer_oracle.causal_conv1d(x[name], x[f"conv_{name}"], name="silu")[0].reshape(1, T, *size)
+            name: conv_norm_oracle.causal_conv1d(x[name], x[f"conv_{name}"], name="silu")[0].reshape(1, T, *size)
             for name, size in heads.items()
         }
         gates = x["g"].reshape(1, T, HV, self.K) if self.table.per_channel else x["g"]
         laws, pull = law_reference(gates, x["beta"], x["A_log"], x["dt_bias"])
         run = lambda do: reference(**tokens, **laws, use_qk_l2norm_in_kernel=True, do=do)
         o, z = run(None)[0], x["z"].reshape(1, T, HV, self.V)
-        y = mixer_oracle.rms_norm_gated(o, z, x["norm"], name=self.activation)
+        y = conv_norm_oracle.rms_norm_gated(o, z, x["norm"], name=self.activation)
         if do is None:
             return {"o": y}
-        d_o, dz, _ = mixer_oracle.rms_norm_gated_gradients(o, z, x["norm"], do, name=self.activation)
+        d_o, dz, _ = conv_norm_oracle.rms_norm_gated_gradients(o, z, x["norm"], do, name=self.activation)
         gradients = run(d_o)[2]
         found = pull(gradients["g"], gradients["beta"]) | {"z": dz}
         for name in heads:
-            found[name], found[f"conv_{name}"] = mixer_oracle.causal_conv1d_gradients(
+            found[name], found[f"conv_{name}"] = conv_norm_oracle.causal_conv1d_gradients(
                 x[name], x[f"conv_{name}"], gradients[name].reshape(x[name].shape), name="silu"
             )
         own = [name for name in found if name in self._widths or not self.sequences]

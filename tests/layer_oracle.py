@@ -28,7 +28,7 @@ from chunkwise.layers import (
     ragged_lightning_attention,
     ragged_mamba2_mixer,
 )
-from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import law_reference
 
@@ -72,7 +72,7 @@ LAYERS = {
 
 
 def silu(x):
-    return mixer_oracle.activation(x, "silu")
+    return conv_norm_oracle.activation(x, "silu")
 
 
 def make(name: str, B=2, T=21, seed=0, dtype=np.float32):
@@ -101,7 +101,7 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
     projected, conv, options = [x @ w.q, x @ w.k, x @ w.v], [], packing | dict(initial_state=state)
     if c.channels:
         for i in range(3):
-            projected[i], last = mixer_oracle.causal_conv1d(
+            projected[i], last = conv_norm_oracle.causal_conv1d(
                 projected[i], w.conv[i], w.bias[i] if hasattr(w, "bias") else None,
                 None if cache is None else cache.conv[i], name="silu", **packing,
             )  # fmt: skip
@@ -113,7 +113,7 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
     if name == "gated_delta_net":
         laws, _ = law_reference(x @ w.a, x @ w.b, w.A_log, w.dt_bias, allow_neg_eigval=True)
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
-        y = mixer_oracle.rms_norm_gated(o, by_head(x @ w.z, c.HV), w.norm, eps=c.eps)
+        y = conv_norm_oracle.rms_norm_gated(o, by_head(x @ w.z, c.HV), w.norm, eps=c.eps)
     elif name == "gated_delta_net2":
         sigmoid = lambda y: 1 / (1 + np.exp(-y))
         laws, _ = law_reference(by_head(x @ w.f[0] @ w.f[1], c.H), np.zeros(c.H), w.A_log, w.dt_bias)
@@ -121,7 +121,7 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
         g, b = (np.repeat(y, c.HV // c.H, axis=2) for y in (laws["g"], b))
         o, state = reference(q, k, v, g, b=b, w=write, **delta)
         z = by_head(x @ w.z[0] @ w.z[1] + w.z_bias, c.HV)
-        y = mixer_oracle.rms_norm_gated(o, z, w.norm, name="sigmoid", eps=c.eps)
+        y = conv_norm_oracle.rms_norm_gated(o, z, w.norm, name="sigmoid", eps=c.eps)
     elif "kimi" in name:
         f, z = x, x
         for factor in w.f:
@@ -130,16 +130,16 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
             z = z @ factor
         laws, _ = law_reference(by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound)
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
-        y = mixer_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
+        y = conv_norm_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
     elif name == "mamba2_mixer":
         dt = np.clip(np.logaddexp(x @ w.dt + w.dt_bias, 0), *c.dt_limit)
         o, state = reference(q, k, dt[..., None] * v, -np.exp(w.A_log) * dt, scale=1.0, **options)
         o, z = o + w.skip[:, None] * v, x @ w.z
-        y = mixer_oracle.rms_norm_gated(
+        y = conv_norm_oracle.rms_norm_gated(
             by_head(o, c.H), by_head(z, c.H), w.norm.reshape(c.H, -1), norm_before_gate=False, eps=c.eps
         )
     else:
         slope = 2.0 ** (-8 * np.arange(1, c.HV + 1) / c.HV) * (1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5)
         o, state = reference(q, k, v, g_gamma=-slope, scale=1.0, **options)
-        y = mixer_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
+        y = conv_norm_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
     return y.reshape(*x.shape[:2], -1) @ w.out, Cache(tuple(conv), state)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.testing import compare, mixer_oracle
+from chunkwise.shared.testing import compare, conv_norm_oracle
 
 # Arrays that are not tokens [B, T, ...]: one entry for every sequence [N, ...], one for every chunk [B, NT, ...].
 STATES = frozenset({"initial_state", "final_state"})
@@ -83,7 +83,7 @@ class _Owners:
     ):
         self.packed = cu_seqlens is not None or segment_ids is not None
         if segment_ids is not None:
-            found = mixer_oracle.sequences(B, T, segment_ids=segment_ids)
+            found = conv_norm_oracle.sequences(B, T, segment_ids=segment_ids)
             self.N = len(found) + B
             self.tokens = np.full((B, T), self.N)
             # A row has one state before its first segment and one after its last, also if all of it is padding.

@@ -207,9 +207,9 @@ def test_time_of_a_mixer(run, operator, implementation, dtype, sequences, monkey
 def test_a_wrong_gradient_of_a_mixer_is_found(run, monkeypatch):
     from benchmarks import mixer
 
-    right = mixer.mixer_oracle.causal_conv1d_gradients
+    right = mixer.conv_norm_oracle.causal_conv1d_gradients
     wrong = lambda *x, **options: (right(*x, **options)[0], 1.1 * right(*x, **options)[1])
-    monkeypatch.setattr(mixer.mixer_oracle, "causal_conv1d_gradients", wrong)
+    monkeypatch.setattr(mixer.conv_norm_oracle, "causal_conv1d_gradients", wrong)
     monkeypatch.setitem(mixer.MIXERS, "mixer", small_mixer("gated_delta_rule"))
     code, rows = run("time", "--case", "mixer", "--backward", "--repeats", "1")
     assert code == 1

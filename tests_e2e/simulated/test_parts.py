@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise import causal_conv1d, norm_gated
-from chunkwise.shared.testing import compare, inputs, mixer_oracle
+from chunkwise.shared.testing import compare, conv_norm_oracle, inputs
 from tests import engine
 
 # Two blocks of channels, and one, so that cores share the rows of a batch.
@@ -36,7 +36,7 @@ def test_convolution(batch, states, cores):
     x = dict(x=draw(B, T, D), weight=draw(D, W), bias=draw(D))
     x |= dict(initial_state=draw(count, W - 1, D)) if states else {}
     free = np.ones((B, T), bool)
-    for s in mixer_oracle.sequences(B, T, **sequences):
+    for s in conv_norm_oracle.sequences(B, T, **sequences):
         free[s.row, s.start : s.end] = False
     cotangents = dict(y=jnp.where(free[:, :, None], jnp.nan, draw(B, T, D)), final_state=draw(count, W - 1, D))
 
@@ -52,7 +52,7 @@ def test_convolution(batch, states, cores):
 
     poisoned = x | dict(x=jnp.where(free[:, :, None], jnp.nan, x["x"]))
     got = run("pallas")(poisoned, sequences, cotangents)
-    y, final = mixer_oracle.causal_conv1d(**x, name="silu", **sequences)
+    y, final = conv_norm_oracle.causal_conv1d(**x, name="silu", **sequences)
     compare.assert_close("y", got["y"], y, compare.TOLERANCE["float32"])
     np.testing.assert_array_equal(np.asarray(got["final_state"], np.float64), final)
     want = run("xla")(x, sequences, cotangents | dict(y=jnp.nan_to_num(cotangents["y"])))
@@ -113,7 +113,7 @@ def test_norm(activation, norm_before_gate, cores):
         return jax.jit(compare.with_gradients(fn))(x, None, dict(y=dy))
 
     got, want = run("pallas"), run("xla")
-    exact = mixer_oracle.rms_norm_gated(**x, **options, name=activation)
+    exact = conv_norm_oracle.rms_norm_gated(**x, **options, name=activation)
     compare.assert_close("y", got["y"], exact, compare.TOLERANCE["float32"])
     for name in x:
         compare.assert_close(f"d{name}", got[f"d{name}"], want[f"d{name}"], compare.GRADIENT_TOLERANCE["float32"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d, causal_conv1d_update
-from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, numeric_gradients
 from chunkwise.shared.testing.inputs import boundaries
 
@@ -51,7 +51,7 @@ class Batch:
     def padding(self) -> np.ndarray:
         """Return which tokens belong to no sequence, bool [B, T]."""
         free = np.ones((self.B, self.T), bool)
-        for x in mixer_oracle.sequences(self.B, self.T, **self.options()):
+        for x in conv_norm_oracle.sequences(self.B, self.T, **self.options()):
             free[x.row, x.start : x.end] = False
         return free
 
@@ -63,7 +63,7 @@ class Batch:
 
     def definition(self, **x):
         """Return y and the final state in float64, token by token."""
-        return mixer_oracle.causal_conv1d(**x, name="silu", **self.options())
+        return conv_norm_oracle.causal_conv1d(**x, name="silu", **self.options())
 
 
 SMALL = Config(32, 128)
@@ -118,7 +118,7 @@ def test_activations(activation, bias, implementation):
     x = batch.inputs(True) | ({} if bias else dict(bias=None))
     y, final = causal_conv1d(**x, activation=activation, implementation=implementation)
     assert final is None
-    assert_close("y", y, mixer_oracle.causal_conv1d(**x, name=activation)[0], TOLERANCE["float32"])
+    assert_close("y", y, conv_norm_oracle.causal_conv1d(**x, name=activation)[0], TOLERANCE["float32"])
 
 
 def test_no_activation_unless_one_is_named():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, numeric_gradients
 
 # The last axis of several sizes: parts of a register, whole ones, several; a row that is one group; rows past a block.
@@ -23,7 +23,7 @@ THOROUGH = dict(
 
 
 def definition(x, activation="silu", **options):
-    return mixer_oracle.rms_norm_gated(**x, name=activation, **options)
+    return conv_norm_oracle.rms_norm_gated(**x, name=activation, **options)
 
 
 def inputs(shape, dtype=jnp.float32, size=1.0):

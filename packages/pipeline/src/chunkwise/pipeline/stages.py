@@ -23,7 +23,7 @@ from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.kkt.config import cost as kkt_cost
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_gated_cost
-from chunkwise.shared.testing import cases, mixer_oracle
+from chunkwise.shared.testing import cases, conv_norm_oracle
 from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
 from chunkwise.solve_tril.config import cost as solve_tril_cost
@@ -153,7 +153,7 @@ PARTS = (
         lambda x, C, **o: causal_conv1d(
             x["x"], x["weight"], x["bias"], x["initial_state"], True, activation="silu", **o
         ),
-        lambda x, cu, C: mixer_oracle.causal_conv1d(
+        lambda x, cu, C: conv_norm_oracle.causal_conv1d(
             x["x"], x["weight"], x["bias"], x["initial_state"], name="silu", cu_seqlens=cu
         ),
         ("x", "weight", "bias", "initial_state"),
@@ -165,7 +165,7 @@ PARTS = (
     Stage(
         "rms_norm_gated",
         lambda x, C, cu_seqlens, **o: rms_norm_gated(x["x"], x["z"], x["weight"], **o),
-        lambda x, cu, C: mixer_oracle.rms_norm_gated(x["x"], x["z"], x["weight"]),
+        lambda x, cu, C: conv_norm_oracle.rms_norm_gated(x["x"], x["z"], x["weight"]),
         ("x", "z", "weight"),
         ("y",),
         lambda *, B, T, H, HV, K, V, C, **sizes: norm_gated_cost(rows=B * T * HV, D=V, **sizes),

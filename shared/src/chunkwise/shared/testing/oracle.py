@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkwise.shared.testing import mixer_oracle
+from chunkwise.shared.testing import conv_norm_oracle
 
 
 def _arguments(x: dict, normalise: bool):
@@ -124,7 +124,7 @@ def _tokens(x, cu_seqlens, T):
 def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
     """Run `reference` over the segments of rows as over the sequences of a packed batch."""
     (B, T, HV, V), K = x["v"].shape, x["k"].shape[3]
-    found = mixer_oracle.sequences(B, T, segment_ids=segment_ids)
+    found = conv_norm_oracle.sequences(B, T, segment_ids=segment_ids)
     nothing = np.zeros(0, int)  # all may be padding
     rows = np.concatenate([nothing, *(np.full(s.end - s.start, s.row) for s in found)])
     tokens = np.concatenate([nothing, *(np.arange(s.start, s.end) for s in found)])

@@ -1,4 +1,4 @@
-"""The mixer of a decode in one launch, and decodes of operators by the same kernel, against float64."""
+"""The decodes of a layer in one launch, and decodes of operators by the same kernel, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
-from tests import mixer_suite, traced
+from tests import decode_suite, traced
 
 # A pool without rings, the rings with the most operations, and a slot for each token.
 QUICK = ("bfloat16", "channels, int8 ring", "drafts in slots")
@@ -61,45 +61,45 @@ def few_states_a_step(monkeypatch):
         monkeypatch.setattr(launch, name, states)
 
 
-def takes(mixer, conv, pool, slots) -> bool:
+def takes(decodes, conv, pool, slots) -> bool:
     """Return whether the kernel takes decodes of a layer."""
-    return choose.kernel_of("fused", mixer, pool, slots, conv=conv) == "decode"
+    return choose.kernel_of("fused", decodes, pool, slots, conv=conv) == "decode"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_values(case):
     H, HV, options = CASES[case]
-    mixer, conv, pool = mixer_suite.make(H, HV, **options)
-    form = mixer.static.decode_tokens, pool.replay > 0
-    assert takes(mixer, conv, pool, mixer_suite.slots(*form))
-    o, conv_after, after = mixer_suite.decode(mixer, conv, pool)
-    want_o, want_conv, want = mixer_suite.reference(mixer, conv, mixer_suite.states_before(mixer, pool))
+    decodes, conv, pool = decode_suite.make(H, HV, **options)
+    form = decodes.static.decode_tokens, pool.replay > 0
+    assert takes(decodes, conv, pool, decode_suite.slots(*form))
+    o, conv_after, after = decode_suite.decode(decodes, conv, pool)
+    want_o, want_conv, want = decode_suite.reference(decodes, conv, decode_suite.states_before(decodes, pool))
     # Over a ring a decode goes on from the state that it folds as the pool keeps it.
     kind = pool.states.dtype if pool.replay else o.dtype
-    assert_close("o", o, want_o, mixer_suite.LIMITS[kind.name])
-    assert_close("states", mixer_suite.states_after(mixer, after), want, mixer_suite.LIMITS[pool.states.dtype.name])
+    assert_close("o", o, want_o, decode_suite.LIMITS[kind.name])
+    assert_close("states", decode_suite.states_after(decodes, after), want, decode_suite.LIMITS[pool.states.dtype.name])
     for have, want in zip(conv_after, want_conv, strict=True):
         np.testing.assert_array_equal(np.where(np.isnan(want), want, np.asarray(have, np.float64)), want)
-    untouched = np.setdiff1d(np.arange(pool.shape[0]), mixer_suite.written(*form))
+    untouched = np.setdiff1d(np.arange(pool.shape[0]), decode_suite.written(*form))
     for have, before in zip(jax.tree.leaves(after), jax.tree.leaves(pool), strict=True):
         assert np.asarray(have[untouched]).tobytes() == np.asarray(before[untouched]).tobytes()
 
 
 def test_rings_of_other_slots():
     """A sequence that starts in another slot than it ends in leaves a state with a ring of one token."""
-    mixer, conv, pool = mixer_suite.make(1, 2, ring=True)
-    read = mixer_suite.NAMED.copy()
+    decodes, conv, pool = decode_suite.make(1, 2, ring=True)
+    read = decode_suite.NAMED.copy()
     read[[0, 5, 7]] = 2, 11, -1
-    named = mixer_suite.slots()._replace(read_indices=jnp.asarray(read))
-    o, _, after = mixer_suite.decode(mixer, conv, pool, named=named)
-    want_o, _, want = mixer_suite.reference(mixer, conv, mixer_suite.all_states(pool), read)
+    named = decode_suite.slots()._replace(read_indices=jnp.asarray(read))
+    o, _, after = decode_suite.decode(decodes, conv, pool, named=named)
+    want_o, _, want = decode_suite.reference(decodes, conv, decode_suite.all_states(pool), read)
     assert_close("o", o, want_o, TOLERANCE["float32"])
-    assert_close("states", mixer_suite.all_states(after), want, TOLERANCE["float32"])
+    assert_close("states", decode_suite.all_states(after), want, TOLERANCE["float32"])
     # Of twelve sequences these have a token and a slot.
-    counts, drafts = mixer_suite.COUNTS.copy(), np.minimum(mixer_suite.COUNTS, 1)
+    counts, drafts = decode_suite.COUNTS.copy(), np.minimum(decode_suite.COUNTS, 1)
     for n in (0, 2, 5, 6, 7, 8, 9, 10):
-        slot, stays = mixer_suite.NAMED[n], read[n] == mixer_suite.NAMED[n] and mixer_suite.CONTINUES[n]
-        counts[slot] = 1 + (counts[slot] % mixer_suite.L if stays else 0)
+        slot, stays = decode_suite.NAMED[n], read[n] == decode_suite.NAMED[n] and decode_suite.CONTINUES[n]
+        counts[slot] = 1 + (counts[slot] % decode_suite.L if stays else 0)
         drafts[slot] = 1
     np.testing.assert_array_equal(after.count, counts)
     np.testing.assert_array_equal(after.drafts, drafts)
@@ -107,16 +107,16 @@ def test_rings_of_other_slots():
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_one_sequence_is_not_finite(ring):
-    mixer, conv, pool = mixer_suite.make(1, 2, ring=ring)
-    clean = mixer_suite.decode(mixer, conv, pool)
+    decodes, conv, pool = decode_suite.make(1, 2, ring=ring)
+    clean = decode_suite.decode(decodes, conv, pool)
     # The token of the first sequence, a state and the inputs of others, and the slot of one that starts from zeros.
-    x = tuple(y.at[0].set(jnp.nan) for y in mixer.x)
+    x = tuple(y.at[0].set(jnp.nan) for y in decodes.x)
     bad = lambda y: y.at[np.array([3, 15])].set(jnp.nan)
     pool = pool._replace(**{name: bad(getattr(pool, name)) for name in ("states", *(RING if ring else ()))})
-    o, conv_after, after = mixer_suite.decode(mixer._replace(x=x), tuple(map(bad, conv)), pool)
+    o, conv_after, after = decode_suite.decode(decodes._replace(x=x), tuple(map(bad, conv)), pool)
     hit, slots = np.array([0, 2]), np.array([7, 3])
     assert np.isnan(o[hit]).all(axis=1).all()
-    states = [mixer_suite.all_states(x) for x in (after, clean[2])]
+    states = [decode_suite.all_states(x) for x in (after, clean[2])]
     for have, want, of in ((o, clean[0], hit), (*states, slots), (conv_after[0], clean[1][0], slots)):
         others = np.setdiff1d(np.arange(len(want)), of)
         np.testing.assert_array_equal(have[others], want[others])
@@ -125,16 +125,16 @@ def test_one_sequence_is_not_finite(ring):
 @pytest.mark.parametrize(("broken", "ring"), [([5, -3, 2**31 - 1, -(2**31)], False), ([9, 9, 0, 40], True)])
 def test_boundaries_and_counts_may_be_anything(broken, ring):
     """A kernel that read past the end of an array would halt its core."""
-    mixer, conv, pool = mixer_suite.make(1, 2, ring=ring)
+    decodes, conv, pool = decode_suite.make(1, 2, ring=ring)
     if ring:
-        pool = pool._replace(count=jnp.asarray(np.resize([2**31 - 1, -5], mixer_suite.SLOTS), jnp.int32))
+        pool = pool._replace(count=jnp.asarray(np.resize([2**31 - 1, -5], decode_suite.SLOTS), jnp.int32))
     boundaries = (broken * 4)[:13]
-    slots = mixer_suite.slots()._replace(num_decodes=jnp.int32(2**31 - 1), num_sequences=jnp.int32(99))
-    o, _, after = mixer_suite.decode(mixer, conv, pool, boundaries, slots)
+    slots = decode_suite.slots()._replace(num_decodes=jnp.int32(2**31 - 1), num_sequences=jnp.int32(99))
+    o, _, after = decode_suite.decode(decodes, conv, pool, boundaries, slots)
     assert o.shape == (12, 256)
     if ring:
         counts = np.asarray(after.count)
-        assert ((counts <= mixer_suite.L) | (counts == 2**31 - 1)).all()
+        assert ((counts <= decode_suite.L) | (counts == 2**31 - 1)).all()
     else:
         assert np.isfinite(o).all()
         assert np.isfinite(after.states).all()
@@ -164,21 +164,21 @@ def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
 
 
 def test_what_it_does_not_take():
-    mixer, conv, pool = mixer_suite.make(1, 2, ring=True)
-    slots, plain = mixer_suite.slots(), StatePool(pool.states)
-    assert not takes(mixer, conv, StatePool(pool.states.astype(jnp.float16)), slots)
-    assert not takes(mixer, conv, plain, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
-    other = mixer._replace(static=mixer.static._replace(K=64, H=2))
+    decodes, conv, pool = decode_suite.make(1, 2, ring=True)
+    slots, plain = decode_suite.slots(), StatePool(pool.states)
+    assert not takes(decodes, conv, StatePool(pool.states.astype(jnp.float16)), slots)
+    assert not takes(decodes, conv, plain, slots._replace(state_indices=jnp.zeros((12, 3), jnp.int32)))
+    other = decodes._replace(static=decodes.static._replace(K=64, H=2))
     assert not takes(other, conv, plain, slots)
     # Decodes of several tokens have several slots of the convolution for a ring.
     wide = tuple(jnp.concatenate([y, y]) for y in conv)
-    two = mixer._replace(static=mixer.static.with_tokens(2))
-    fits = [takes(x, y, pool, slots) for x, y in ((mixer, wide), (two, conv), (two, wide))]
+    two = decodes._replace(static=decodes.static.with_tokens(2))
+    fits = [takes(x, y, pool, slots) for x, y in ((decodes, wide), (two, conv), (two, wide))]
     assert fits == [False, False, True]
     assert not takes(two, conv, plain, slots)
     # A token of one head of 16 bits is half a row.
     half = {name: getattr(pool, name).astype(jnp.bfloat16) for name in ("states", "keys", "writes")}
-    assert not takes(mixer, conv, pool._replace(**half), slots)
+    assert not takes(decodes, conv, pool._replace(**half), slots)
 
 
 # The most operations of a kernel: an engine compiles some twenty numbers of tokens before it serves.
@@ -191,9 +191,9 @@ OPERATIONS = [
 @pytest.mark.parametrize(("options", "most"), OPERATIONS)
 def test_operations(options, most, monkeypatch):
     monkeypatch.undo()
-    mixer, conv, pool = mixer_suite.make(2, 4, **options)
-    args = jnp.asarray(mixer_suite.boundaries()), mixer_suite.slots()
-    (found,) = traced.launches(lambda *pools: launch.launch(mixer, *pools, *args), conv, pool)
+    decodes, conv, pool = decode_suite.make(2, 4, **options)
+    args = jnp.asarray(decode_suite.boundaries()), decode_suite.slots()
+    (found,) = traced.launches(lambda *pools: launch.launch(decodes, *pools, *args), conv, pool)
     assert 0.8 * most < found.operations <= most
 
 
@@ -205,15 +205,15 @@ def test_operations(options, most, monkeypatch):
 )
 def test_compiles_as_one_launch(case, chip):
     H, HV, options = CASES[case]
-    mixer, conv, pool = mixer_suite.make(H, HV, **options)
+    decodes, conv, pool = decode_suite.make(H, HV, **options)
 
     def run(arrays, *args):
-        return launch.launch(arrays._replace(static=mixer.static), *args)
+        return launch.launch(arrays._replace(static=decodes.static), *args)
 
-    arrays = mixer._replace(static=None)
+    arrays = decodes._replace(static=None)
     specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), (arrays, conv, pool))
-    tokens = mixer.static.decode_tokens
-    step = jnp.asarray(mixer_suite.boundaries(tokens)), mixer_suite.slots(tokens, pool.replay > 0)
+    tokens = decodes.static.decode_tokens
+    step = jnp.asarray(decode_suite.boundaries(tokens)), decode_suite.slots(tokens, pool.replay > 0)
     step = jax.tree.map(lambda y: spec(*y.shape, dtype=y.dtype), step)
     program = compile_for(run, *specs, *step, chip=chip, auto_layout=True, donate_argnums=(1, 2))
     assert len(launches(program.as_text())) == 1

@@ -1,11 +1,11 @@
-"""The mixer of a decode, whose kernel makes the copies of slots itself, against float64."""
+"""The decodes of a layer, whose kernel makes the copies of slots itself, against float64."""
 
 import jax.numpy as jnp
 import pytest
 
 from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
-from tests import mixer_suite
+from tests import decode_suite
 
 CASES = {
     "gated_delta_rule": dict(H=1, HV=2, pool=jnp.bfloat16),
@@ -24,9 +24,9 @@ def test_decodes(case, monkeypatch):
     # Two sequences a grid step: so buffers are used again.
     for name in ("_STATES", "_MORE_STATES"):
         monkeypatch.setattr(launch, name, 2 * CASES[case]["HV"])
-    mixer, conv, pool = mixer_suite.make(**CASES[case])
-    o, _, after = mixer_suite.decode(mixer, conv, pool)
-    want_o, _, want = mixer_suite.reference(mixer, conv, mixer_suite.states_before(mixer, pool))
+    decodes, conv, pool = decode_suite.make(**CASES[case])
+    o, _, after = decode_suite.decode(decodes, conv, pool)
+    want_o, _, want = decode_suite.reference(decodes, conv, decode_suite.states_before(decodes, pool))
     kind = pool.states.dtype.name
-    assert_close("o", o, want_o, mixer_suite.LIMITS[kind if pool.replay else "float32"])
-    assert_close("states", mixer_suite.states_after(mixer, after), want, mixer_suite.LIMITS[kind])
+    assert_close("o", o, want_o, decode_suite.LIMITS[kind if pool.replay else "float32"])
+    assert_close("states", decode_suite.states_after(decodes, after), want, decode_suite.LIMITS[kind])

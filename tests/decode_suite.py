@@ -1,4 +1,4 @@
-"""A mixer of a decode in float64, and decodes of every kind for the kernel that does it in one launch."""
+"""Decodes of a layer of every kind, for the kernel that does them in one launch, and the same in float64."""
 
 import functools
 
@@ -12,7 +12,7 @@ from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.serving.decode.records import Decodes, OutputNorm, static_of
 from chunkwise.shared.serving.state_pool import StatePool
-from chunkwise.shared.testing import mixer_oracle, oracle
+from chunkwise.shared.testing import conv_norm_oracle, oracle
 from chunkwise.shared.testing.compare import TOLERANCE
 
 K = V = 128
@@ -79,7 +79,7 @@ def make(
     H: int, HV: int, *, per_channel=False, together=False, bias=False, dtype=jnp.float32, pool=jnp.float32, ring=False,
     tokens=1,
 ):  # fmt: skip
-    """Return a mixer of 12 sequences, and its pools of the convolution and of states, whose slots have rings or none.
+    """Return decodes of 12 sequences, and their pools of the convolution and of states, whose slots have rings or none.
 
     A decode has at most `tokens` tokens. Without rings each of them has a slot, so that there are more slots.
     """
@@ -88,7 +88,7 @@ def make(
     channels = [2 * H * K + HV * V] if together else [H * K, H * K, HV * V]
     gates = HV * K if per_channel else HV
     activation = GateActivation(True, -5.0 if bias else None, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=bias)
-    mixer = Decodes(
+    decodes = Decodes(
         static_of(H, HV, K, V, activation, OutputNorm("silu", EPS)).with_tokens(tokens),
         tuple(draw(T, n) for n in channels), draw(T, gates), draw(T, HV), draw(T, HV * V),
         tuple(draw(n, W) for n in channels), tuple(draw(n) for n in channels) if bias else (),
@@ -98,7 +98,7 @@ def make(
     count = SLOTS if ring else SLOTS * tokens
     states = state_pool.make_pool(count, HV, K, V, pool, replay=L if ring else 0, H=H, per_channel=per_channel)
     states = state_pool.write_states(states, jnp.arange(count, dtype=jnp.int32), draw(count, HV, K, V, size=0.3))
-    return mixer, conv, _with_rings(states, draw, tokens) if ring else states
+    return decodes, conv, _with_rings(states, draw, tokens) if ring else states
 
 
 def _with_rings(pool: StatePool, draw, last: int) -> StatePool:
@@ -115,9 +115,9 @@ def all_states(pool: StatePool, kept=None):
     return state_pool.read_states(pool, jnp.arange(pool.shape[0], dtype=jnp.int32), kept)
 
 
-def states_after(mixer: Decodes, pool: StatePool):
+def states_after(decodes: Decodes, pool: StatePool):
     """Return the states after a step, whose tokens are all kept."""
-    tokens = mixer.static.decode_tokens
+    tokens = decodes.static.decode_tokens
     if tokens == 1 or not pool.replay:
         return all_states(pool)
     kept = accepted(tokens)
@@ -127,43 +127,43 @@ def states_after(mixer: Decodes, pool: StatePool):
     return all_states(pool, jnp.asarray(kept))
 
 
-def states_before(mixer: Decodes, pool: StatePool):
+def states_before(decodes: Decodes, pool: StatePool):
     """Return the states from which a step starts."""
-    tokens = mixer.static.decode_tokens
+    tokens = decodes.static.decode_tokens
     return all_states(pool, None if tokens == 1 or not pool.replay else jnp.asarray(accepted(tokens)))
 
 
 @functools.cache
 def _program(static):
-    return jax.jit(lambda mixer, *args: launch.launch(mixer._replace(static=static), *args))
+    return jax.jit(lambda decodes, *args: launch.launch(decodes._replace(static=static), *args))
 
 
-def decode(mixer: Decodes, conv, pool, bounds=None, named: Slots | None = None):
-    """Run the step by the kernel; mixers of the same sizes share a program."""
-    arrays, tokens = mixer._replace(static=None), mixer.static.decode_tokens
+def decode(decodes: Decodes, conv, pool, bounds=None, named: Slots | None = None):
+    """Run the step by the kernel; decodes of the same sizes share a program."""
+    arrays, tokens = decodes._replace(static=None), decodes.static.decode_tokens
     bounds = jnp.asarray(boundaries(tokens) if bounds is None else bounds, jnp.int32)
-    return _program(mixer.static)(
+    return _program(decodes.static)(
         arrays, conv, pool, bounds, slots(tokens, pool.replay > 0) if named is None else named
     )
 
 
-def decay_of(mixer: Decodes, g, A_log, dt_bias):
+def decay_of(decodes: Decodes, g, A_log, dt_bias):
     """Return the decays in nats of raw gates [T, HV, 1 or K]."""
-    a, x, bound = np.exp(A_log)[:, None], g + dt_bias, getattr(mixer.static.law, "lower_bound", None)
-    return -a * np.logaddexp(x, 0.0) if bound is None else bound * mixer_oracle.activation(a * x, "sigmoid")
+    a, x, bound = np.exp(A_log)[:, None], g + dt_bias, getattr(decodes.static.law, "lower_bound", None)
+    return -a * np.logaddexp(x, 0.0) if bound is None else bound * conv_norm_oracle.activation(a * x, "sigmoid")
 
 
-def reference(mixer: Decodes, conv, states, read=NAMED):
+def reference(decodes: Decodes, conv, states, read=NAMED):
     """Return the output [T, HV V], the pools of convolutions and the states of the step in float64.
 
     `read` has the slots that sequences start from. Inputs of convolutions that no later step reads are NaN. There are
     rings if tokens share a slot of the states.
     """
-    s, m = mixer.static, jax.tree.map(lambda y: np.asarray(y, np.float64), mixer._replace(static=None))
+    s, m = decodes.static, jax.tree.map(lambda y: np.asarray(y, np.float64), decodes._replace(static=None))
     conv, states, U = [np.array(y, np.float64) for y in conv], np.array(states, np.float64), s.decode_tokens
     bounds, last = boundaries(U), (accepted(U) if U > 1 else np.ones(SLOTS, int)) - 1
     ring = len(states) == SLOTS
-    o = np.zeros((len(mixer.x[0]), s.HV * s.V))
+    o = np.zeros((len(decodes.x[0]), s.HV * s.V))
     for n in range(DECODES):
         t, stop = bounds[n : n + 2]
         if t == stop:
@@ -181,10 +181,10 @@ def reference(mixer: Decodes, conv, states, read=NAMED):
         windows = lambda rows: np.stack([rows[i : i + W] for i in range(len(rows) - W + 1)])
         y = [np.sum(windows(x) * w.T, axis=1) for x, w in zip(taps, m.weight, strict=True)]
         y = [x + b for x, b in zip(y, m.bias, strict=True)] if m.bias else y
-        y = mixer_oracle.activation(np.concatenate(y, axis=1), "silu")
+        y = conv_norm_oracle.activation(np.concatenate(y, axis=1), "silu")
         q, k, v = np.split(y, [s.H * s.K, 2 * s.H * s.K], axis=1)
-        g = decay_of(mixer, by_head(m.g[t:stop], s.HV), m.A_log, m.dt_bias.reshape(s.HV, -1))
-        beta = s.step_size * mixer_oracle.activation(m.beta[t:stop], "sigmoid")
+        g = decay_of(decodes, by_head(m.g[t:stop], s.HV), m.A_log, m.dt_bias.reshape(s.HV, -1))
+        beta = s.step_size * conv_norm_oracle.activation(m.beta[t:stop], "sigmoid")
         first = np.zeros((1, *states.shape[1:])) if starts else states[source][None]
         arrays = by_head(q, s.H), by_head(k, s.H), by_head(v, s.HV), g if g.shape[3] > 1 else g[..., 0], beta[None]
 
@@ -193,7 +193,7 @@ def reference(mixer: Decodes, conv, states, read=NAMED):
             return oracle.reference(*cut, initial_state=first, use_qk_l2norm_in_kernel=True)
 
         out, after = run(stop - t)
-        out = mixer_oracle.rms_norm_gated(out[0], by_head(m.z[t:stop], s.HV)[0], m.norm, eps=EPS)
+        out = conv_norm_oracle.rms_norm_gated(out[0], by_head(m.z[t:stop], s.HV)[0], m.norm, eps=EPS)
         o[t:stop] = out.reshape(stop - t, -1)
         if slot is None:
             continue

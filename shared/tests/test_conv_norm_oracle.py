@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.testing.compare import assert_close, numeric_gradients
-from chunkwise.shared.testing.mixer_oracle import (
+from chunkwise.shared.testing.conv_norm_oracle import (
     Sequence,
     activation,
     causal_conv1d,
