@@ -36,7 +36,7 @@ def test_modules_of_others_with_the_names_of_our_folders(tmp_path):
     [
         ([], []),
         (["docs/kda.md", "README.md", "tests_e2e/mesh/meshes.py", "examples/train.py"], []),
-        (["packages/integrations/tests/test_hosts.py", "docs/kda.md"], ["packages/integrations"]),
+        (["packages/integrations/tests/test_engines.py", "docs/kda.md"], ["packages/integrations"]),
         (["packages/pipeline/README.md"], [*ABOVE, "packages/pipeline", "tests_e2e/simulated"]),
         (
             ["packages/kda/src/chunkwise/kda/tile.py"],
