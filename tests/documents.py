@@ -1,8 +1,11 @@
 """The promises of docstrings, for tests that check them."""
 
+import inspect
 import math
 import re
 from collections.abc import Callable
+
+import jax.numpy as jnp
 
 _TOKEN = r"\d+\.?\d*|log2|[A-Z]+|//|\*\*|[-+*/(),]"
 
@@ -31,3 +34,24 @@ def documented_flops(function: Callable, **sizes: int) -> float:
     if found is None:
         raise ValueError(f"The docstring of {function.__name__} must say `Cost: <formula> flops`; got none.")
     return evaluate(found[1], **sizes)
+
+
+def check_call(function: Callable, **sizes: int) -> None:
+    """Check that ten lines have the equation, the shapes of all arrays, and an example that runs on such arrays."""
+    top = "\n".join((inspect.getdoc(function) or "").splitlines()[:10])
+    summary, equation, line, example = top.split("\n\n")[:4]
+    assert summary.endswith("."), summary
+    assert all(text.startswith("    ") and " = " in text for text in equation.splitlines()), equation
+    assert line.startswith("Shapes: "), line
+    shapes = {}
+    for names, shape in re.findall(r"(\w+(?:, \w+)*) (\[.*?\])", line):
+        shapes |= dict.fromkeys(names.split(", "), tuple(eval(shape, {}, sizes)))
+    shapes |= {name: shapes[other] for name, other in re.findall(r"(\w+) like (\w+)", line)}
+    arrays = {name: jnp.full(shape, -0.1) for name, shape in shapes.items()}
+    arrays |= dict(cu_seqlens=jnp.array([0, sizes["T"]], jnp.int32), state_indices=jnp.array([1], jnp.int32))
+    names, _, call = example.strip().partition(" = ")
+    assert call.startswith(f"{function.__name__}("), call
+    out = eval(call, {function.__name__: function} | arrays)
+    results = dict(zip(names.split(", "), out if ", " in names else [out], strict=True))
+    for name, x in results.items():
+        assert x is None or x.shape == shapes[name], name

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import griffe
 
 # Sections of ours that are one paragraph each, and which griffe does not know.
-LABEL = re.compile(r"^(Dims|Accuracy|Cost|Source):", re.MULTILINE)
+LABEL = re.compile(r"^(Shapes|Dims|Accuracy|Cost|Source):", re.MULTILINE)
 # An indented block is code, and so is what stands between backticks.
 CODE = re.compile(r"((?:\n\n(?: {4}.*\n?|\n)+)|`[^`\n]+`)")
 

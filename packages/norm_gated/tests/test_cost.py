@@ -1,12 +1,16 @@
-"""The documentation states the flops of the one function of cost, which every launch uses."""
+"""The documentation opens with the call, and states the flops of the one function of cost, which every launch uses."""
 
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost
-from tests.documents import documented_flops
+from tests.documents import check_call, documented_flops
 
 
 def test_documented_flops():
     assert cost(rows=300, D=96).flops == documented_flops(rms_norm_gated, R=300, D=96)
+
+
+def test_help_opens_with_the_call():
+    check_call(rms_norm_gated, B=1, T=8, H=2, D=6)
 
 
 def test_bytes():

@@ -82,9 +82,13 @@ def causal_conv1d(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the depthwise causal convolution over time of every sequence, and its last inputs.
 
-    With x_t = 0, or the rows of the initial state, before a sequence::
-
         y_t = act(bias + sum_j weight[:, W - 1 - j] * x_{t-j}),        j = 0 ... W - 1
+
+    Shapes: x, y [B, T, D]; weight [D, W]; final_state [N, W - 1, D].
+
+        y, final_state = causal_conv1d(x, weight, output_final_state=True)
+
+    Before a sequence x_t is 0, or a row of the initial state.
 
     Dims: B batch, T tokens, D channels, W width, N sequences: B, or len(cu_seqlens) - 1.
 
@@ -223,7 +227,13 @@ def causal_conv1d_update(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the convolution of one new token, or a few, of every sequence, and the pool of states after these tokens.
 
-    This is `causal_conv1d` for serving, from and to a pool of states::
+        y_t = act(bias + sum_j weight[:, W - 1 - j] * x_{t-j}),        j = 0 ... W - 1
+
+    Shapes: x, y [B, T, D]; states [N, W - 1, D]; weight [D, W].
+
+        y, states = causal_conv1d_update(x, states, weight)
+
+    This is `causal_conv1d` for serving, also from and to a pool of states::
 
         y, pool = causal_conv1d_update(x, pool, weight, bias, state_indices=slots)
 

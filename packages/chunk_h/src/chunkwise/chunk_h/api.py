@@ -50,10 +50,10 @@ def chunk_gated_delta_rule_fwd_h(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return the states before every chunk of the gated delta rule, and the values that the chunks add.
 
-    From chunk to chunk, in value head n with key head n // (HV // H)::
-
         v_new = u - w S
         S'    = e^G_last S + (k e^(G_last - G))^T v_new
+
+    S becomes S' from chunk to chunk, in value head n with key head n // (HV // H).
 
     Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K and V key and value dimensions,
     C chunk size, NT chunks a batch row, N sequences.
@@ -100,11 +100,10 @@ def chunk_fwd_h(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the states before every chunk of gated linear attention.
 
-    From chunk to chunk, in value head n with key head n // (HV // H)::
-
         S' = e^G_last S + (k e^(G_last - G))^T v
 
-    with a gate per head (g_cum, g_gamma, or the sum of both) or per channel of the key (gk_cum).
+    S becomes S' from chunk to chunk, in value head n with key head n // (HV // H), with a gate per head (g_cum,
+    g_gamma, or the sum of both) or per channel of the key (gk_cum).
 
     Dims: as in `chunk_gated_delta_rule_fwd_h`.
 

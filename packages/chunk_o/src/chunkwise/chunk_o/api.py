@@ -30,11 +30,10 @@ def chunk_fwd_o(
 ) -> jax.Array:
     """Return the output of chunked linear attention from the states at chunk boundaries.
 
-    For token i of a chunk, S the state before the chunk, value head n reading key head n // (HV // H)::
-
         o_i = scale (S^T (e^G_i * q_i) + sum over j <= i of <q_i, e^(G_i - G_j) * k_j> v_j)
 
-    For the delta rule v is the v_new of `chunkwise.chunk_h.chunk_gated_delta_rule_fwd_h`.
+    Token i belongs to a chunk, S is the state before the chunk, and value head n reads key head n // (HV // H). For the
+    delta rule v is the v_new of `chunkwise.chunk_h.chunk_gated_delta_rule_fwd_h`.
 
     Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
     C chunk size, NT chunks a batch row, N packed sequences.

@@ -21,9 +21,9 @@ def chunk_local_cumsum(
 ) -> jax.Array:
     """Return the inclusive cumulative sum of gates inside every chunk.
 
-    For token i of a chunk whose first token is 0 and whose last is m::
-
         G[i] = g[0] + ... + g[i]              reverse: G[i] = g[i] + ... + g[m]
+
+    Token i belongs to a chunk whose first token is 0 and whose last is m.
 
     Dims: B batch, T tokens, H heads, K channels, C chunk size, N packed sequences.
 
@@ -34,8 +34,8 @@ def chunk_local_cumsum(
       reverse: sum from the end of the chunk; static.
 
     Returns:
-      G, float32, in the shape of g. g has a gradient under both implementations: the cumulative sum in the other
-      direction.
+      G [B, T, H] float32, in the shape of g. g has a gradient under both implementations: the cumulative sum in the
+      other direction.
 
     Accuracy: 1e-7 relative to the sum in float64. G is rounded to float32, and differences G[i] - G[j] have the error
     of that rounding: 1.5e-5 nats once |G| exceeds 256.

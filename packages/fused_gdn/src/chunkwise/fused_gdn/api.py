@@ -37,8 +37,6 @@ def chunk_gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and the state read after the update::
-
         S~  = e^g_t S_{t-1}
         S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
         o_t = scale S_t^T q_t
@@ -87,8 +85,6 @@ def recurrent_gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule token by token, the decode path: one new token or a few for every sequence, in one launch.
 
-    `chunk_gated_delta_rule` has the equation.
-
     Accuracy: 3e-7 relative to the recurrence in float64, plus the rounding of o, and of a pool, to its type.
     Cost: 7 B T HV K V flops; the state of every sequence is read and written once.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024).
@@ -127,8 +123,5 @@ def ragged_gated_delta_rule(
     implementation: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[jax.Array, Pool]:
-    """Gated delta rule as one serving step: decodes, speculation and prefills over one pool of states.
-
-    `chunk_gated_delta_rule` has the equation, here for every sequence of a packed stream.
-    """
+    """Gated delta rule as one serving step: decodes, speculation and prefills over one pool of states."""
     ...

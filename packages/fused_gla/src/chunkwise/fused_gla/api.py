@@ -30,8 +30,6 @@ def chunk_simple_gla(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per head, over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and the state read after the update::
-
         S_t = e^(g_t + g_gamma) S_{t-1} + k_t v_t^T
         o_t = scale S_t^T q_t
 
@@ -77,8 +75,6 @@ def chunk_gla(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and the state read after the update::
-
         S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T
         o_t = scale S_t^T q_t
 
@@ -118,10 +114,6 @@ def recurrent_simple_gla(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return simple gated linear attention token by token, in one launch.
 
-    In value head n, with key head n // (HV // H)::
-
-        S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
-
     Args:
       g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay.
 
@@ -150,10 +142,6 @@ def recurrent_gla(
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return gated linear attention, with a gate per channel, token by token, in one launch.
-
-    In value head n, with key head n // (HV // H)::
-
-        S_t = Diag(exp(g_t)) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
     Cost: 5 B T HV K V flops; every state is read and written once.
@@ -188,8 +176,7 @@ def ragged_simple_gla(
 ) -> tuple[jax.Array, Pool]:
     """Simple gated linear attention as one serving step: decodes, speculation and prefills over one pool of states.
 
-    `chunk_simple_gla` has the equation, here for every sequence of a packed stream. It serves retention, lightning
-    attention and Mamba-2, too.
+    It serves retention, lightning attention and Mamba-2, too.
 
     Args:
       g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay.

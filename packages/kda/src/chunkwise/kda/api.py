@@ -38,8 +38,6 @@ def chunk_kda(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and the state read after the update::
-
         S~  = Diag(e^g_t) S_{t-1}
         S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T
         o_t = scale S_t^T q_t
@@ -87,8 +85,6 @@ def recurrent_kda(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi delta attention token by token, the decode path: one new token or a few for every sequence, in one launch.
 
-    `chunk_kda` has the equation.
-
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, with sums in the place of
       matrix products.
     Cost: 7 B T HV K V flops; every state is read and written once.
@@ -129,8 +125,5 @@ def ragged_kda(
     implementation: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[jax.Array, Pool]:
-    """Kimi delta attention as one serving step: decodes, speculation and prefills over one pool of states.
-
-    `chunk_kda` has the equation, here for every sequence of a packed stream.
-    """
+    """Kimi delta attention as one serving step: decodes, speculation and prefills over one pool of states."""
     ...

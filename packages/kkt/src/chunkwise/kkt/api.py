@@ -26,12 +26,10 @@ def chunk_scaled_dot_kkt(
 ) -> jax.Array:
     """Return the interaction matrix of the delta rule, chunk by chunk.
 
-    For tokens i > j of one chunk, in value head n with key head n // (HV // H)::
-
         A[i, j] = beta_i <k_i, exp(G_i - G_j) * k_j>
 
-    and zero for i <= j, with p_i in the place of k_i if there are erase keys. The sign is positive: the chunk's
-    triangular system is (I + A) x = b.
+    This is A for tokens i > j of one chunk, in value head n with key head n // (HV // H). For i <= j it is zero, and
+    p_i takes the place of k_i if there are erase keys. The chunk's triangular system is (I + A) x = b.
 
     Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K key dimension, C chunk size,
     N packed sequences.

@@ -30,11 +30,13 @@ def rms_norm_gated(
 ) -> jax.Array:
     """Return the RMSNorm of x over its last axis, times a gate.
 
-    With act the activation::
-
         y = weight * x / sqrt(mean(x^2) + eps) * act(z)
 
-    and if norm_before_gate is False, with u = x * act(z)::
+    Shapes: x, z, y [B, T, H, D], with any dimensions before D; weight [D].
+
+        y = rms_norm_gated(x, z, weight)
+
+    act is the activation. If norm_before_gate is False, with u = x * act(z)::
 
         y = weight * u / sqrt(mean(u^2) + eps)
 

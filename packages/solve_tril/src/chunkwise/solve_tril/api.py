@@ -24,11 +24,10 @@ def solve_tril(
 ) -> jax.Array:
     """Return the exact inverse of I + A for every chunk, A strictly lower triangular.
 
-    For the C x C matrix A of one chunk and head::
-
         A_inv = (I + A)^-1        unit lower triangular
 
-    by block substitution, never by powers of A. So it is accurate also where keys repeat, where sums of powers cancel.
+    A is the C x C matrix of one chunk and head. It is inverted by block substitution, never by powers of A. So the
+    inverse is accurate also where keys repeat, where sums of powers cancel.
 
     Dims: B batch, T tokens, HV heads, C chunk size, N packed sequences.
 

@@ -40,11 +40,8 @@ def chunk_gdn2(
 ) -> tuple[jax.Array, jax.Array | None]:
     """GDN-2, the gated delta rule with erase and write gates, over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and the state read after the update::
-
-        p_t, y_t = b_t * k_t, w_t * v_t
         S~  = Diag(e^g_t) S_{t-1}
-        S_t = S~ + k_t (y_t - S~^T p_t)^T
+        S_t = S~ + k_t (w_t * v_t - S~^T p_t)^T,    p_t = b_t * k_t
         o_t = scale S_t^T q_t
 
     The implementation "fused" runs the kernels of `chunk_kda`.
@@ -98,8 +95,6 @@ def recurrent_gdn2(
 ) -> tuple[jax.Array, jax.Array | None]:
     """GDN-2, the gated delta rule with erase and write gates, token by token, the decode path.
 
-    `chunk_gdn2` has the equation, here for one new token or a few of every sequence, in one launch.
-
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 7 B T HV K V flops; every state is read and written once.
     """
@@ -140,11 +135,7 @@ def ragged_gdn2(
     implementation: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[jax.Array, Pool]:
-    """GDN-2, the gated delta rule with erase and write gates, as one serving step.
-
-    `chunk_gdn2` has the equation, here for every sequence of a packed stream: decodes, speculation and prefills over
-    one pool of states.
-    """
+    """GDN-2, the gated delta rule with erase and write gates, as one serving step."""
     ...
 
 
@@ -177,8 +168,6 @@ def chunk_comba(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Comba, the gated delta rule with separate erase keys, over whole sequences, chunk by chunk, differentiable.
-
-    In value head n, with key head n // (HV // H), what is erased read before the decay, and o after the update::
 
         S_t = e^g_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T
         o_t = scale S_t^T q_t
@@ -229,8 +218,6 @@ def recurrent_comba(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Comba, the gated delta rule with separate erase keys, token by token, the decode path.
 
-    `chunk_comba` has the equation, here for one new token or a few of every sequence, in one launch.
-
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 7 B T HV K V flops; every state is read and written once.
     """
@@ -270,9 +257,5 @@ def ragged_comba(
     implementation: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[jax.Array, Pool]:
-    """Comba, the gated delta rule with separate erase keys, as one serving step.
-
-    `chunk_comba` has the equation, here for every sequence of a packed stream: decodes, speculation and prefills over
-    one pool of states.
-    """
+    """Comba, the gated delta rule with separate erase keys, as one serving step."""
     ...

@@ -27,11 +27,10 @@ def recompute_w_u(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the effective keys w and values u of the delta rule, chunk by chunk.
 
-    For the C tokens of one chunk, in value head n with key head n // (HV // H)::
-
         w = A_inv (beta e^G k)        u = A_inv (beta v)
 
-    so that, S being the state before the chunk, the values that the chunk adds are v_new = u - w S.
+    These are the C tokens of one chunk, in value head n with key head n // (HV // H). The values that the chunk adds to
+    the state S before it are v_new = u - w S.
 
     Dims: B batch, T tokens, H key heads, HV value heads (a multiple of H), K and V key and value dimensions,
     C chunk size, N packed sequences.

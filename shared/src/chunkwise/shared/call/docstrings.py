@@ -1,19 +1,28 @@
 """Docstrings of public functions: paragraphs, sections and entries that functions of one kind share.
 
 The docstring of a function in the source has only the text that is particular to the function; `completed` adds the
-rest, so that `help()` and the documentation site show the whole. A text of a kind has `{name}` in the place of an
-operator's name.
+rest, so that `help()` and the documentation site show the whole. It opens with the call: a summary, the equation, the
+shapes and an example. A text of a kind has `{name}` in the place of an operator's name, `{function}` of the function's,
+`{arrays}` and `{shapes}` of the arrays that every call gives, and `{names}` and `{results}` of what the function
+returns.
 """
 
 import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Callable
 from typing import TypeVar
 
 Function = TypeVar("Function", bound=Callable)
 
 CHUNK = """
+Shapes: {shapes}; o like v; final_state [N, HV, K, V].
+
+    o, final_state = {function}({arrays}, output_final_state=True)
+
+Value head n has key head n // (HV // H), and o reads the state after its update.
+
 Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
 C chunk size, N sequences: B, or len(cu_seqlens) - 1.
 
@@ -80,6 +89,12 @@ Raises:
 """
 
 RECURRENT = """
+Shapes: {shapes}; o like v; states [N, HV, K, V].
+
+    o, states = {function}({arrays}, output_final_state=True)
+
+Value head n has key head n // (HV // H), and o reads the state after its update.
+
 For serving, initial_state may be a pool of states::
 
     o, pool = recurrent_{name}(..., initial_state=pool, output_final_state=True, state_indices=slots)
@@ -122,6 +137,10 @@ Raises:
 """
 
 RAGGED = """
+Shapes: {shapes}; o like v.
+
+    o, states = {function}({arrays})
+
 Every sequence starts from the state in a slot of the pool, and its last state goes to a slot. If the pool is donated to
 the jitted program (donate_argnums), it is updated in place, and slots that no sequence names keep every bit. What
 changes from step to step is traced: one program serves all steps of the same T, N and W.
@@ -187,6 +206,10 @@ Source: the scheduling of vLLM's gated delta net attention.
 """
 
 STAGE = """
+Shapes: {shapes}; {results}.
+
+    {names} = {function}({arrays})
+
 Args:
   g_cum: chunk-local inclusive cumulative log decay in nats, nonincreasing inside a chunk, float32 from
     `chunkwise.cumsum.chunk_local_cumsum` (narrower types are widened): [B, T, HV] per head, [B, T, HV, K] per channel
@@ -215,24 +238,30 @@ _NAMES = re.compile(r"^  (\w+(?:, \w+)*):", re.MULTILINE)
 def completed(kind: str, like: Callable | None = None) -> Callable[[Function], Function]:
     """Return a decorator that completes the docstring of a function by the text of its kind.
 
-    Paragraphs of the kind follow the paragraphs of the function, and a section of the kind is added where the function
-    has no such section. Args gets an entry for every parameter that the function does not describe: the entry of the
-    kind or, where the kind has none, the entry in the docstring of `like`, a function with the same argument.
+    An equation is a block of code after the summary; where the function has none, it has the equation of `like`. The
+    paragraphs of the kind follow it, and then the other paragraphs of the function. A section of the kind is added
+    where the function has no such section. Args gets an entry for every parameter that the function does not describe:
+    the entry of the kind or, where the kind has none, the entry in the docstring of `like`, a function with the same
+    argument.
     """
 
     def decorate(function: Function) -> Function:
         if function.__doc__:
-            parameters = tuple(inspect.signature(function).parameters)
+            parameters = inspect.signature(function).parameters
             common = kind.replace("{name}", function.__name__.partition("_")[2])
             others = None if like is None else like.__doc__
-            function.__doc__ = _merge(function.__doc__, common, others or "", parameters)
+            whole = _merge(function.__doc__, common, others or "", tuple(parameters))
+            # Without gates a rule forgets nothing, so an example has them.
+            arrays = [name for name, x in parameters.items() if x.default is x.empty or name == "g"]
+            function.__doc__ = _with_call(whole, function.__name__, arrays)
         return function
 
     return decorate
 
 
 def _merge(text: str, kind: str, like: str, parameters: tuple[str, ...]) -> str:
-    (first, sections), (second, common), (_, others) = map(_split, (text, kind, like))
+    (first, sections), (second, common), (third, others) = map(_split, (text, kind, like))
+    summary, equation, rest = _opening(first)
     merged = common | sections
     for label, names in (("Args", parameters), ("Raises", ("ValueError", "NotImplementedError"))):
         if label in merged:
@@ -241,11 +270,43 @@ def _merge(text: str, kind: str, like: str, parameters: tuple[str, ...]) -> str:
                 entries |= _entries(each.get(label, ""))
             known = itertools.groupby((name for name in names if name in entries), entries.__getitem__)
             merged[label] = "".join(f"\n  {', '.join(group)}:{entry}" for entry, group in known)
-    whole = "\n\n".join(filter(None, (first, second)))
+    whole = "\n\n".join(filter(None, (summary, equation or _opening(third)[1], second, rest)))
     for label in (label for label in _LABELS if label in merged):
         # Accuracy, Cost and Source make one block of lines.
         whole += ("\n" if label in ("Cost", "Source") else "\n\n") + f"{label}:{merged[label]}"
     return whole
+
+
+def _opening(first: str) -> tuple[str, str, str]:
+    """Return the summary, the equation after it, and the other paragraphs of the text before the sections."""
+    summary, *rest = first.split("\n\n")
+    equation = rest.pop(0) if rest and rest[0].startswith("    ") else ""
+    return summary, equation, "\n\n".join(rest)
+
+
+def _with_call(text: str, function: str, arrays: list[str]) -> str:
+    """Fill in the call: an array has the first shape in its entry, and Returns names the results with their shapes."""
+    if "{shapes}" not in text:
+        return text
+    sections = _split(text)[1]
+    entries = _entries(sections["Args"])
+    results = re.findall(r"(\w+) (\[.*?\])", sections["Returns"])
+    by_shape = lambda pairs: "; ".join(
+        f"{', '.join(name for name, other in pairs if other == shape)} {shape}"
+        for shape in dict.fromkeys(shape for _, shape in pairs)
+    )
+    filled = {
+        "function": function,
+        "arrays": ", ".join(arrays),
+        "shapes": by_shape([(name, re.findall(r"\[.*?\]", entries[name])[0]) for name in arrays]),
+        "names": ", ".join(name for name, _ in results),
+        "results": by_shape(results),
+    }
+    for name, value in filled.items():
+        text = text.replace(f"{{{name}}}", value)
+    # No line ends inside of a shape.
+    wrap = lambda line: textwrap.fill(line[0].replace(", ", ",\0"), 120).replace("\0", " ")
+    return re.sub(r"^Shapes: .*$", wrap, text, count=1, flags=re.MULTILINE)
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:
