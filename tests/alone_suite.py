@@ -20,7 +20,9 @@ ENDS, SLOTS = (0, 7, T), 12
 CHANNEL_GATES = ("kda", "gdn2", "gla")
 # Tile sizes that are not ones.
 CONFIGS = {"causal_conv1d": (16, 128), "cumsum": (1, 128)}
-OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys")
+OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product")
+# The packages whose kernels a package runs.
+KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}}
 
 
 def run(package: str) -> None:
@@ -30,16 +32,17 @@ def run(package: str) -> None:
 
 
 def operands(name: str) -> dict[str, Any]:
-    """Return values of all arguments of an operator that are arrays of tokens, or belong to heads."""
+    """Return values of all arguments of an operator that are arrays of tokens, belong to heads, or count steps."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32) / 4
     per_channel = name.split("_", 1)[1] in CHANNEL_GATES
     gates = (HV, K) if per_channel else (HV,)
+    n = 2 if name.endswith("_delta_product") else 1
     return {
-        "q": draw(1, T, H, K), "k": draw(1, T, H, K), "v": draw(1, T, HV, V), "p": draw(1, T, H, K),
-        "g": -abs(draw(1, T, *gates)), "beta": abs(draw(1, T, HV)), "b": abs(draw(1, T, HV, K)),
+        "q": draw(1, T, H, K), "k": draw(1, T * n, H, K), "v": draw(1, T * n, HV, V), "p": draw(1, T, H, K),
+        "g": -abs(draw(1, T, *gates)), "beta": abs(draw(1, T * n, HV)), "b": abs(draw(1, T, HV, K)),
         "w": abs(draw(1, T, HV, V)), "g_gamma": -abs(draw(HV)), "A_log": draw(HV), "dt_bias": draw(*gates),
-        "states": draw(SLOTS, HV, K, V),
+        "states": draw(SLOTS, HV, K, V), "num_householder": n,
     }  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
     step = dict(cu_seqlens=ends, has_initial_state=np.array([True, False]), num_sequences=np.int32(2))
     blocks = dict(block_state_indices=int32(4, 5, 6, 7).reshape(N, 2), block_size=C)
     read = dict(states=pool, state_indices=int32(3, 1), read_indices=int32(2, 1))
-    ring = dict(states=state_pool.make_pool(SLOTS, HV, K, V, replay=8, H=H, per_channel=x["g"].ndim == 4))
+    ring = dict(states=state_pool.make_pool(SLOTS, HV, K, V, replay=16, H=H, per_channel=x["g"].ndim == 4))
     wide = dict(states=pool, state_indices=int32(*range(2 * 7)).reshape(2, 7) % SLOTS, num_decodes=np.int32(1))
     decodes = dict(wide, num_accepted_tokens=int32(2, 1))
     return [
@@ -154,7 +157,9 @@ def trace(function, call: dict[str, Any]) -> None:
             static["sharding"] = NamedSharding(mesh, PartitionSpec(None, None, axis))
         else:
             split = PartitionSpec(None, axis)
-            specs = {name: split if x.ndim > 1 and x.shape[1] == T else PartitionSpec() for name, x in arrays.items()}
+            specs = {
+                name: split if x.ndim > 1 and x.shape[1] % T == 0 else PartitionSpec() for name, x in arrays.items()
+            }
             first = lambda arrays: function(**arrays, **static)[0]
             run = jax.shard_map(first, mesh=mesh, in_specs=(specs,), out_specs=split)
     assert jax.eval_shape(run, arrays) is not None
@@ -181,8 +186,7 @@ def check(package: str) -> None:
             given |= call.keys()
         assert given == parameters.keys(), (name, parameters.keys() - given)
     others = {x.split(".")[1] for x in sys.modules if x.startswith("chunkwise.")} - {package, "shared"}
-    # GDN-2 and Comba run the kernels of KDA.
-    assert others <= ({"kda"} if package == "two_keys" else set()), others
+    assert others <= KERNELS_OF.get(package, set()), others
 
 
 if __name__ == "__main__":

@@ -25,7 +25,17 @@ def of(
     The docstring of the function is completed by the texts that `docstrings` has for this method, and by entries of
     `like`, a function of the same operator.
     """
-    complete = docstrings.completed(docstrings.KINDS.get(run.__name__, ""), like)
+    return by_name(run, run.__name__, like, to_records)
+
+
+def by_name(
+    run: Callable, kind: str, like: Callable | None = None, split: Callable[[dict[str, Any]], tuple] = lambda x: (x,)
+) -> Callable[[Function], Function]:
+    """Return a decorator as `of` does, for a `run` that takes all arguments by name in one dict.
+
+    `kind` is a key of `docstrings.KINDS`, and `split` makes other arguments of `run` out of the dict.
+    """
+    complete = docstrings.completed(docstrings.KINDS.get(kind, ""), like)
 
     def decorate(function: Function) -> Function:
         function = complete(function)
@@ -43,7 +53,7 @@ def of(
             # The body is empty: this call only makes Python raise its error where the arguments do not fit.
             check(*args, **kwargs)
             warn_chunk_size(args[scale] if scale is not None and len(args) > scale else None)
-            return run(*to_records(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+            return run(*split(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
 
         return cast("Function", call)
 

@@ -66,14 +66,9 @@ def find_step(
     boundaries = chunking.rising(jnp.where(named, cu_seqlens, jnp.int32(0)), num_tokens)
     start, end = boundaries[:-1], boundaries[1:]
     tokens = jnp.max(jnp.where(decodes, end, jnp.int32(0)))
-    source = slots.read_indices
-    if source is not None:
-        source = known(source)
-    else:
-        first = slots.num_accepted_tokens is None or decode_tokens is not None
-        column = jnp.zeros(N, jnp.int32) if first else slots.num_accepted_tokens - 1
-        chosen = column[:, None] == jnp.arange(columns, dtype=jnp.int32)[None]
-        source = jnp.max(jnp.where(chosen, indices, none), axis=1)
+    # A decode over a ring has one slot, whose ring says which tokens are kept.
+    accepted = None if decode_tokens is not None else slots.num_accepted_tokens
+    source = known(first_slots(slots._replace(num_accepted_tokens=accepted)))
     if slots.has_initial_state is not None:
         source = jnp.where(slots.has_initial_state, source, none)
 
@@ -90,6 +85,18 @@ def find_step(
     target = jnp.where(start < end, indices[:, 0], none)[:, None]
     blocks = None if slots.block_state_indices is None else known(slots.block_state_indices)
     return ServingStep(decoding, routes(start, end, target, blocks), boundaries, tokens)
+
+
+def first_slots(slots: Slots) -> jax.Array:
+    """Return the slot that each sequence starts from, int32 [N], whether it exists or not; -1 for no such column."""
+    if slots.read_indices is not None:
+        return slots.read_indices
+    indices: Any = slots.state_indices
+    indices = indices[:, None] if indices.ndim == 1 else indices
+    accepted = slots.num_accepted_tokens
+    column = jnp.zeros(indices.shape[0], jnp.int32) if accepted is None else accepted - 1
+    chosen = column[:, None] == jnp.arange(indices.shape[1], dtype=jnp.int32)[None]
+    return jnp.max(jnp.where(chosen, indices, jnp.int32(-1)), axis=1)
 
 
 def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.Array]:

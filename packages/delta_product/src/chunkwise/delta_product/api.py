@@ -1,0 +1,145 @@
+"""The contract: signatures and documentation; `operator` has the functions that they call."""
+
+import jax
+
+from chunkwise.delta_product import operator
+from chunkwise.fused_gdn.config import Config
+from chunkwise.shared.call import signature
+from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.serving.state_pool import Pool
+
+
+@signature.by_name(operator.chunk, "chunk")
+def chunk_gated_delta_product(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool | str = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated DeltaProduct over whole sequences, chunk by chunk, differentiable.
+
+    In value head h, with key head h // (HV // H), a token decays the state once and then takes n steps of the delta
+    rule, and the state is read after the last one::
+
+        S  = e^g_t S_{t-1}
+        S <- S + beta_i k_i (v_i - S^T k_i)^T      for i = n t, ..., n t + n - 1
+        o_t = scale S^T q_t                        S_t = S
+
+    It is `chunk_gated_delta_rule` over T n tokens, whose kernels it runs. The outputs of the tokens without a query are
+    written and dropped.
+
+    Args:
+      q: queries [B, T, H, K].
+      k: keys [B, T n, H, K], the n keys of a token next to each other.
+      v: values [B, T n, HV, V].
+      g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. None for no decay,
+        which is DeltaProduct.
+      beta: step sizes [B, T n, HV], in (0, 1), or in (0, 2) if negative eigenvalues are allowed. Keys should have unit
+        length (or pass use_qk_l2norm_in_kernel): the recurrence itself diverges if beta |k|^2 > 2.
+      num_householder: n, the steps of a token; static.
+      chunk_size: tokens of a chunk of the gated delta rule, of which a token takes n, one of 16, 32, 64, 128, or None
+        for the best; static.
+      config: tile sizes of the kernels of "fused"; None for the best.
+
+    Accuracy: as `chunk_gated_delta_rule` over T n tokens.
+    Cost: that of `chunk_gated_delta_rule` over T n tokens, and one copy of q, g and o.
+    Source: Siems et al., DeltaProduct (2025).
+    """
+    ...
+
+
+@signature.by_name(operator.recurrent, "recurrent", chunk_gated_delta_product)
+def recurrent_gated_delta_product(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool | str = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gated DeltaProduct token by token, the decode path: one new token or a few for every sequence, in one launch.
+
+    `chunk_gated_delta_product` has the equation.
+
+    Accuracy: 3e-7 relative to the recurrence in float64, plus the rounding of o, and of a pool, to its type.
+    Cost: 7 n B T HV K V flops; the state of every sequence is read and written once.
+    """
+    ...
+
+
+@signature.by_name(operator.ragged, "ragged", chunk_gated_delta_product)
+def ragged_gated_delta_product(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array,
+    num_householder: int,
+    states: Pool,
+    cu_seqlens: jax.Array,
+    state_indices: jax.Array,
+    *,
+    has_initial_state: jax.Array | None = None,
+    num_decodes: int | jax.Array = 0,
+    num_sequences: int | jax.Array | None = None,
+    read_indices: jax.Array | None = None,
+    num_accepted_tokens: jax.Array | None = None,
+    decode_tokens: int | None = None,
+    block_state_indices: jax.Array | None = None,
+    block_size: int | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool | str = False,
+    A_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[jax.Array, Pool]:
+    """Gated DeltaProduct as one serving step: decodes, speculation and prefills over one pool of states.
+
+    `chunk_gated_delta_product` has the equation, here for every sequence of a packed stream. The boundaries, the blocks
+    and the accepted tokens count tokens of q. A token takes n of the tokens of a ring, so `make_pool` needs n times as
+    many. Decodes of at most 4 / n tokens take the kernel that is best for decodes.
+    """
+    ...

@@ -1,0 +1,63 @@
+"""Gated DeltaProduct as the gated delta rule over n tokens for each of its own.
+
+The first of n tokens has the gate, and the last one has the query.
+"""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+
+from chunkwise.fused_gdn import operator as gdn
+from chunkwise.shared import compat, composition
+from chunkwise.shared.call import checks, signature
+from chunkwise.shared.call.arguments import Arguments, Options
+
+# It has the implementations of the gated delta rule, and its own name in errors.
+OPERATOR = dataclasses.replace(gdn.OPERATOR, name="gated_delta_product")
+
+
+def chunk(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+    """Run `chunk_gated_delta_product` with these arguments by name."""
+    return _run(OPERATOR.chunk, named)
+
+
+def recurrent(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+    """Run `recurrent_gated_delta_product` with these arguments by name."""
+    return _run(OPERATOR.recurrent, named)
+
+
+def ragged(named: dict[str, Any]) -> tuple[jax.Array, Any]:
+    """Run `ragged_gated_delta_product` with these arguments by name."""
+    return _run(OPERATOR.ragged, named)
+
+
+def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
+    x, options, implementation = signature.to_records(named)
+    x, n = x.with_int32(), named["num_householder"]
+    by_token = check(x, options, n)
+    checked, options = composition.check_counts(by_token, options, ragged="states" in named)
+    x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
+    x = x._replace(q=composition.place(x.q, n, n - 1), g=composition.place(x.g, n, 0))
+    return composition.over_tokens(call, x, options, implementation, n)
+
+
+def check(x: Arguments, options: Options, n: Any) -> Arguments:
+    """Check the tensors; return them with the shapes of keys and values of one step, and with zeros for no gate."""
+    checks.check(
+        isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1,
+        f"`num_householder` must be a positive number{checks.when_built(n)}; got {checks.shown(n)}.",
+    )
+    B, T, H, K = checks.check_array("q", x.q, "B T H K")
+    checks.check_array("k", x.k, "B T*n H K", (B, T * n, H, K))
+    HV, V = checks.check_array("v", x.v, "B T*n HV V", (B, T * n, None, None))[2:]
+    checks.check_heads(H, HV)
+    checks.check_array("beta", x.beta, "B T*n HV", (B, T * n, HV))
+    checks.check_packed(x.cu_seqlens, B)
+    if x.g is None:
+        raw = options.activation.use_gate_in_kernel
+        checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
+        x = x._replace(g=compat.varying_zeros((B, T, HV), x.q, x.k, x.v, x.beta))
+    checks.check_array("g", x.g, "B T HV", (B, T, HV))
+    return x._replace(k=x.q, v=jax.ShapeDtypeStruct((B, T, HV, V), x.v.dtype))

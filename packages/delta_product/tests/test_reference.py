@@ -1,0 +1,123 @@
+"""Gated DeltaProduct against its definition in float64: values, all gradients, serving steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.delta_product import (
+    chunk_gated_delta_product,
+    ragged_gated_delta_product,
+    recurrent_gated_delta_product,
+)
+from chunkwise.shared.testing import definitions
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import make_inputs
+from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients, poisoned
+
+THOROUGH = dict(
+    test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
+        (implementation, form, gate, dtype) not in QUICK or (implementation, call) == ("fused", "recurrent")
+    ),
+    test_steps=lambda implementation, n: n == 4,
+    test_raw_gates=lambda form: form in ("rows", "stream"),
+)
+QUICK = (
+    *(("xla", form, "resets", jnp.float32) for form in FORMS),
+    ("xla", "rows", "strong", jnp.float32),
+    ("fused", "sequences", "resets", jnp.float32),
+)
+
+
+def inputs(B, T, H, HV, K, V, *, n=2, **options):
+    """Return inputs with n keys, values and step sizes for every token."""
+    x = make_inputs(B, T * n, H, HV, K, V, **options)
+    return x | {name: x[name][:, ::n] for name in ("q", "g")}
+
+
+def kind(n: int, **static) -> Kind:
+    """Return the operator of n steps a token."""
+    return Kind(
+        chunk_gated_delta_product, recurrent_gated_delta_product, ragged_gated_delta_product,
+        definitions.gated_delta_product, functools.partial(inputs, n=n), ("g", "beta"),
+        dict(num_householder=n) | static,
+    )  # fmt: skip
+
+
+CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("gate", ["logsigmoid", "strong", "resets"])
+@pytest.mark.parametrize(("call", "form"), CALLS)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_values_and_gradients(implementation, call, form, gate, dtype):
+    options = dict(gate=gate, normalise=False)
+    two = kind(2, use_qk_l2norm_in_kernel=True)
+    assert_values_and_gradients(two, call, form, implementation, dtype, **options)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_other_numbers_of_steps(n):
+    """One key for all tokens, and step sizes near 2, are the worst case."""
+    assert_values_and_gradients(kind(n), "chunk", "sequences", "xla", repeat_key=True, beta=1.9)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_steps(implementation, n):
+    assert_steps(kind(n), implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_rings(implementation):
+    assert_ring(kind(2), 2, False, implementation)
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
+def test_naive_function_of_flash_linear_attention(function):
+    """Its recurrence restated: a decay, n steps that read what they have written, and one readout."""
+    n, x = 2, inputs(1, 20, 2, 2, 8, 12, num_states=1)
+    q, k, v, g, beta = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "g", "beta"))
+    h, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
+    for i in range(len(q)):
+        h = h * np.exp(g[i])[:, None, None]
+        for j in range(i * n, i * n + n):
+            h = h + ((v[j] - (h * k[j][..., None]).sum(-2)) * beta[j][:, None])[:, None] * k[j][..., None]
+        want[i] = (h * q[i][..., None]).sum(-2) * 8**-0.5
+    o, state = function(**x, num_householder=n, output_final_state=True)
+    assert_close("o", o[0], want, 1e-5)
+    assert_close("final_state", state[0], h, 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_raw_gates(form):
+    """Raw gates and step sizes are the decays and step sizes that the laws make; padding gives no gradient."""
+    (fixed, states), n = FORMS[form], 2
+    x = inputs(1, 44, 1, 2, 8, 8, n=n, num_states=states, normalise=True)
+    raw = dict(A_log=jnp.array([0.5, -1.0]), dt_bias=jnp.array([-1.0, 0.5]))
+    valid = np.asarray(fixed["segment_ids"] >= 0) if "segment_ids" in fixed else np.arange(44)[None] < 38
+    valid = valid if fixed else np.ones((1, 44), bool)
+    call = functools.partial(chunk_gated_delta_product, num_householder=n, chunk_size=16, **fixed)
+
+    def inside(x, raw):
+        flags = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+        return call(**x, **raw, **flags)[0]
+
+    def outside(x, raw):
+        g = -jnp.exp(raw["A_log"]) * jax.nn.softplus(x["g"] + raw["dt_bias"])
+        return call(**x | dict(g=g, beta=2 * jax.nn.sigmoid(x["beta"])))[0]
+
+    loss = lambda run: jax.jit(jax.grad(lambda x, raw: jnp.sum(jnp.sin(run(x, raw))), argnums=(0, 1)))
+    found, want = loss(inside)(poisoned(x, valid), raw), loss(outside)(x, raw)
+    jax.tree.map(lambda y, z: assert_close("gradient", y, z, 1e-5), found, want)
+
+
+def test_no_gate():
+    """DeltaProduct is gates of zeros."""
+    x = inputs(1, 20, 1, 2, 8, 8)
+    o = chunk_gated_delta_product(**x | dict(g=None), num_householder=2)[0]
+    want = chunk_gated_delta_product(**x | dict(g=jnp.zeros_like(x["g"])), num_householder=2)[0]
+    np.testing.assert_array_equal(o, want)

@@ -1,0 +1,112 @@
+"""Operators that are another operator, which takes n tokens of its own for every token of the user.
+
+Boundaries, ids, blocks and slots count tokens of the user; here they become those of the operator that runs. All checks
+of what the user counts come first, in the user's tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.shared.call import arguments, checks, gates
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.plain import stream
+from chunkwise.shared.serving import run, state_pool, step_table
+
+# A method of an `Operator`.
+Call = Callable[[Arguments, Options, str | None], tuple[jax.Array, Any]]
+
+
+def check_counts(x: Arguments, options: Options, ragged: bool) -> tuple[Arguments, Options]:
+    """Check what counts tokens of the user, and all that operators check alike.
+
+    Args:
+      x: arguments whose shapes are checked, all of them with the tokens of the user, as arrays or as their shapes.
+      options: the options of the call.
+      ragged: whether it is a serving step.
+
+    Returns:
+      The arguments and options with defaults.
+    """
+    x = arguments.check_shared(x, options)
+    return run.check_step(x, options) if ragged else (x, options)
+
+
+def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
+    """Return arguments whose gates g [B, T, ...] are decays, in the place of raw gates of a law."""
+    law = options.activation.law
+    if law is None:
+        return x, options
+    T, axes, ends = x.g.shape[1], checks.check_context_axis(options.context_axis), x.cu_seqlens
+    if axes and ends is not None:
+        ends = stream.local_boundaries(ends, T, axes)
+    g = gates.decays(x.g, x.A_log, x.dt_bias, law, chunking.valid_tokens(ends, x.segment_ids, T))
+    activation = options.activation._replace(use_gate_in_kernel=False, lower_bound=None)
+    return x._replace(g=g, A_log=None, dt_bias=None), options._replace(activation=activation)
+
+
+def place(y: jax.Array, n: int, at: int) -> jax.Array:
+    """Return [B, T, ...] as [B, T n, ...]: every token at this place of n tokens, and zeros at the other places."""
+    B, T, *rest = y.shape
+    padding = [(0, 0), (0, 0), (at, n - 1 - at), *((0, 0) for _ in rest)]
+    return jnp.pad(y[:, :, None], padding).reshape(B, T * n, *rest)
+
+
+def interleave(*tokens: jax.Array) -> jax.Array:
+    """Return n arrays [B, T, ...] as [B, T n, ...], in turn."""
+    B, T, *rest = tokens[0].shape
+    return jnp.stack(tokens, axis=2).reshape(B, T * len(tokens), *rest)
+
+
+def last(o: jax.Array, n: int) -> jax.Array:
+    """Return the last of every n tokens of [B, T n, ...]."""
+    B, T, *rest = o.shape
+    return o.reshape(B, T // n, n, *rest)[:, :, n - 1]
+
+
+def over_tokens(
+    call: Call, x: Arguments, options: Options, implementation: str | None, n: int
+) -> tuple[jax.Array, Any]:
+    """Call a method of an `Operator` and return its output at the last of every n tokens, and its states or pool.
+
+    The tokens of x are those of the operator; its boundaries, ids and slots, and the options, count the user's.
+    """
+    if x.cu_seqlens is not None:
+        # A boundary past the end, which a compiled program cannot refuse, must not overflow.
+        x = x._replace(cu_seqlens=jnp.clip(x.cu_seqlens, 0, checks.MOST_COUNTED // n) * jnp.int32(n))
+    if x.segment_ids is not None:
+        x = x._replace(segment_ids=jnp.repeat(x.segment_ids, n, axis=1))
+    if options.block_size is not None:
+        options = options._replace(block_size=options.block_size * n)
+    if x.slots is not None and x.slots.num_decodes is not None:
+        x, options = _slots_of_decodes(x, options, n)
+    o, states = call(x, options, implementation)
+    return last(o, n), states
+
+
+def _slots_of_decodes(x: Arguments, options: Options, n: int) -> tuple[Arguments, Options]:
+    """Return slots of a step whose decodes have n times as many tokens: only the state after the last of n is kept."""
+    slots: Any = x.slots
+    replay = state_pool.as_pool(x.initial_state).replay
+    if replay:
+        most = options.decode_tokens or 1
+        checks.check(
+            most * n <= replay,
+            f"`decode_tokens` must be at most {replay // n}, because every token takes {n} of the {replay} tokens of "
+            f"the ring; got {most}.",
+        )
+        accepted = slots.num_accepted_tokens
+        slots = slots._replace(num_accepted_tokens=None if accepted is None else accepted * jnp.int32(n))
+        return x._replace(slots=slots), options._replace(decode_tokens=most * n)
+    indices = slots.state_indices
+    indices = indices[:, None] if indices.ndim == 1 else indices
+    decodes = jnp.arange(indices.shape[0], dtype=jnp.int32) < slots.num_decodes
+    # The state after a prefill goes to the first slot of its row.
+    at = jnp.where(decodes, jnp.int32(n - 1), jnp.int32(0))
+    kept = at[:, None] == jnp.arange(indices.shape[1] * n, dtype=jnp.int32)[None] % jnp.int32(n)
+    wide = jnp.where(kept, jnp.repeat(indices, n, axis=1), jnp.int32(-1))
+    more = dict(read_indices=step_table.first_slots(slots), num_accepted_tokens=None)
+    return x._replace(slots=slots._replace(state_indices=wide, **more)), options
