@@ -1,7 +1,8 @@
 """What the tests of operators that run another operator share: the definition in float64 on hard batches and steps."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -44,8 +45,8 @@ class Kind(NamedTuple):
     definition: definitions.Step
     inputs: Callable[..., dict[str, jax.Array]]
     gates: tuple[str, ...]
-    static: dict[str, Any] = {}
-    names: dict[str, str] = {}
+    static: Mapping[str, Any] = MappingProxyType({})
+    names: Mapping[str, str] = MappingProxyType({})
     scale: float | None = None
 
     def expected(self, x: dict, **options):

@@ -1,5 +1,10 @@
 """Chunked linear attention: the operators of all packages, with chains of stages as a further implementation."""
 
+from chunkwise.delta_product import (
+    chunk_gated_delta_product,
+    ragged_gated_delta_product,
+    recurrent_gated_delta_product,
+)
 from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
@@ -25,6 +30,7 @@ __all__ = [
     "check_inputs",
     "check_step",
     "chunk_comba",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn2",
     "chunk_gla",
@@ -33,12 +39,14 @@ __all__ = [
     "make_pool",
     "pool_formats",
     "ragged_comba",
+    "ragged_gated_delta_product",
     "ragged_gated_delta_rule",
     "ragged_gdn2",
     "ragged_kda",
     "ragged_simple_gla",
     "read_states",
     "recurrent_comba",
+    "recurrent_gated_delta_product",
     "recurrent_gated_delta_rule",
     "recurrent_gdn2",
     "recurrent_gla",
