@@ -150,6 +150,17 @@ def test_value_error_of_a_step(wrong, message):
         causal_conv1d_update(**STEP | wrong)
 
 
+def test_a_step_over_a_float16_pool():
+    """A kernel that the user names is never replaced by plain JAX; without a name plain JAX copies the rows."""
+    run = lambda implementation: causal_conv1d_update(
+        **STEP | dict(states=jnp.zeros((6, 3, 16), jnp.float16), x=jnp.zeros((1, 8, 16)), weight=jnp.zeros((16, 4))),
+        implementation=implementation,
+    )
+    with pytest.raises(NotImplementedError, match='"pallas" takes serving steps over pools of float32 and bfloat16'):
+        run("pallas")
+    assert run(None)[1].dtype == jnp.float16
+
+
 def test_block_size_without_a_step():
     good = GOOD | dict(x=spec(2, 1, 16), states=spec(2, 3, 16))
     with pytest.raises(ValueError, match="`cu_seqlens` must be given in a serving step; got None"):

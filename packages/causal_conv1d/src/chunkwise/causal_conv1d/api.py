@@ -1,67 +1,10 @@
-"""The contract: documentation, argument checks and the choice of implementation."""
-
-import functools
-from typing import Any
+"""The contract: signatures and documentation; `part` has the records that they call."""
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from chunkwise.causal_conv1d import config as tiles
-from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
-from chunkwise.shared import compat
-from chunkwise.shared.call import arguments, checks, unknown_arguments
-from chunkwise.shared.kernels import chunking, derivatives
-from chunkwise.shared.mesh import devices, partition
-from chunkwise.shared.serving import slot_kernel, slot_rows, step_table
-
-_LAYOUT = partition.Layout(
-    leading="x",
-    parts={"b": "rows", "t": "tokens", "d": "channels"},
-    arguments={
-        "x": "btd",
-        "weight": "d",
-        "bias": "d",
-        "initial_state": "s.d",
-        "cu_seqlens": "",
-        "segment_ids": "bt",
-    },
-    results=("btd", "s.d"),
-)
-_POOL_LAYOUT = partition.Layout(
-    leading="x",
-    parts=_LAYOUT.parts,
-    arguments={
-        "x": "btd",
-        "states": "s.d",
-        "weight": "d",
-        "bias": "d",
-        "cu_seqlens": "",
-        **devices.SLOT_DIMENSIONS,
-    },
-    results=("btd", "s.d"),
-)
-
-
-def _check_weights(weight, bias, D: int) -> int:
-    """Check weight and bias for D channels and return the width."""
-    W = checks.check_array("weight", weight, "D W", (D, None))[1]
-    widths = tiles.WIDTHS
-    checks.check(W in widths, f"`weight` must have a width of {widths[0]} to {widths[-1]}; got {W}.")
-    if bias is not None:
-        checks.check_array("bias", bias, "D", (D,))
-    return W
-
-
-def _check_initial_state(initial_state, x, shape: tuple[int, int, int]) -> None:
-    """Check the initial states; by position flash-linear-attention has a residual there, of the shape of x."""
-    found = getattr(initial_state, "shape", None)
-    checks.check(
-        found != x.shape or found == shape,
-        f"`initial_state` must have shape [N, W-1, D] = {shape}; got {found}, the shape of `x`, which `residual` has, "
-        "the fourth argument of flash-linear-attention: add a residual to the result.",
-    )
-    checks.check_array("initial_state", initial_state, "N W-1 D", shape)
+from chunkwise.causal_conv1d import part
+from chunkwise.shared.call import arguments, unknown_arguments
 
 
 @unknown_arguments.explained
@@ -136,73 +79,14 @@ def causal_conv1d(
     Cost: 2 B T D W flops; x is read and y is written once. The backward reads x and dy and writes dx once.
     Source: the short convolution of H3 (2022) and of Mamba (2023), as in the causal-conv1d package.
     """
-    B, T, D = checks.check_array("x", x, "B T D")
-    W = _check_weights(weight, bias, D)
-    given = {
-        "x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
-        "segment_ids": segment_ids,
-    }  # fmt: skip
-    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T * lax.axis_size(partition.token_axes(None, context_axis)))
-    checks.check_segment_ids(segment_ids, B, T, cu_seqlens)
-    segment_ids = checks.as_int32(segment_ids)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        _check_initial_state(initial_state, x, (N, W - 1, D))
-    checks.check_activation(activation)
-    checks.check_flags(output_final_state=output_final_state)
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    if config is not None:
-        fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
-        checks.check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
-    given = {name: y for name, y in given.items() if y is not None}
-    # They become float32 before devices share them, so that the sums of their gradients over devices are rounded only
-    # once.
-    given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
-    division = partition.find_division(given, _LAYOUT, sharding)
-    tokens = partition.token_axes(division, context_axis)
-    held = T if division is None else T // partition.size_of(division.mesh, division.tokens)
-    checks.check(
-        not tokens or held >= W - 1,
-        f"`x` must have at least W - 1 = {W - 1} tokens on each of the devices along {tokens}; got {held}.",
+    arrays = dict(
+        x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids
     )
-    # The type of the final states, None if nobody asks for them.
-    final = (x if initial_state is None else initial_state).dtype if output_final_state else None
-
-    def on_device(given):
-        x, weight, bias, *others = (given.get(name) for name in _LAYOUT.arguments)
-        if lax.axis_size(tokens) == 1:
-            return _run(x, weight, bias, *others, final, activation, implementation, config)
-        *part, ends = context.find_part(x, *others, W, final is not None, tokens)
-        y, states = _run(x, weight, bias, *part, final, activation, implementation, config)
-        return y, None if final is None else jnp.where(ends[:, None, None], states, jnp.zeros((), final))
-
-    if division is None and not tokens:
-        return on_device(given)
-    return partition.over_mesh(on_device, given, division, tokens, final is not None)
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
-def _run(x, weight, bias, states, cu_seqlens, segment_ids, final: Any, activation, implementation, config):
-    (B, T, D), W = x.shape, weight.shape[1]
-    # Here once; otherwise JAX does it at every use, and sums each part of a gradient over the devices separately.
-    x, weight, bias, states = compat.vary_alike(x, weight, bias, states)
-    s = sequences.find(B, T, cu_seqlens, segment_ids)
-    rows = weight.astype(jnp.float32).T  # [W, D]
-    shift = jnp.zeros((1, D), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
-    before = None if states is None else sequences.state_rows(rows, states)  # [N, W - 1, D]
-    if implementation == "xla":
-        y = xla.convolve(x, rows, shift, before, s, activation)
-    else:
-        static = kernel.ConvStatic(T, W, activation, config or tiles.default_for(T, D))
-        operands = derivatives.of_kernel("causal_conv1d", _operands(x, rows, shift, before, s, static))
-        y = vjp.convolve(operands, static)
-    return y, None if final is None else sequences.final_states(x, states, W, s, final)
-
-
-def _operands(x, weight, bias, before, s: sequences.ConvSequences, static: kernel.ConvStatic) -> kernel.ConvOperands:
-    blocks, sequences, reach = kernel.tables(s, x.shape[0], before is not None, static)
-    rows = None if before is None else before.reshape(-1, 1, x.shape[2])
-    return kernel.ConvOperands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
+    options = part.ConvOptions(
+        activation=activation, output_final_state=output_final_state, implementation=implementation,
+        sharding=sharding, context_axis=context_axis, config=config,
+    )  # fmt: skip
+    return part.SEQUENCES(arrays, options)
 
 
 @unknown_arguments.explained
@@ -291,93 +175,13 @@ def causal_conv1d_update(
     Cost: 2 B T D W flops; every state is read and written once.
     Source: as `causal_conv1d`.
     """
-    B, T, D = checks.check_array("x", x, "B T D")
-    W = _check_weights(weight, bias, D)
-    checks.check_cu_seqlens(cu_seqlens, B, T) if num_sequences is None else checks.check_packed(cu_seqlens, B)
-    cu_seqlens, state_indices = checks.as_int32(cu_seqlens), checks.as_int32(state_indices)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    checks.check_array("states", states, "slots W-1 D", (N if state_indices is None else None, W - 1, D))
-    checks.check_activation(activation)
     slots = arguments.Slots(
         state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
         num_sequences,
     )  # fmt: skip
-    slots = arguments.Slots(*map(checks.as_int32, slots))
-    none = isinstance(num_decodes, int) and num_decodes == 0
-    more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
-    is_step = getattr(state_indices, "ndim", 1) == 2 or not none or any(y is not None for y in more)
-    # In a serving step both are given, which a type cannot say.
-    boundaries: Any = cu_seqlens
-    named: Any = state_indices
-    if is_step:
-        checks.check(cu_seqlens is not None, "`cu_seqlens` must be given in a serving step; got None.")
-        checks.check_step_types(slots, N, block_size)
-        find = functools.partial(step_table.find_faults, boundaries, slots, states.shape[0], T, block_size)
-        checks.check_known_values((boundaries, *slots), find)
-        slots = step_table.with_counts(slots)
-    else:
-        checks.check_slots(state_indices, has_initial_state, N)
-        checks.check_slot_values(state_indices, "states", states.shape[0])
-        slots = arguments.Slots(state_indices, has_initial_state)
-    best = "pallas" if is_step and named.size < T else "xla"
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu=best)
-    given = {"x": x, "states": states, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens} | slots._asdict()
-    given = {name: y for name, y in given.items() if y is not None}
-    # As in `causal_conv1d`, sums of gradients are rounded only once.
-    given |= {name: given[name].astype(jnp.float32) for name in ("weight", "bias") if name in given}
-    division = partition.find_division(given, _POOL_LAYOUT, sharding)
-    devices.check_pool(given, division, "states")
-    tokens = partition.token_axes(division, None)
-    checks.check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
-
-    def on_device(given) -> tuple[jax.Array, Any]:
-        given, elsewhere = (
-            (given, None) if division is None else devices.local_slots(given, division.axes["s"], "states")
-        )
-        x, *others = (given.get(name) for name in ("x", "states", "weight", "bias", "cu_seqlens"))
-        slots = arguments.Slots(*(given.get(name) for name in arguments.Slots._fields))
-        if is_step:
-            return _step(x, *others, slots, activation, implementation, block_size)
-        y, states = _update(x, *others, slots, activation, implementation)
-        return devices.without_elsewhere(y, elsewhere), states
-
-    if division is None:
-        return on_device(given)
-    results: Any = partition.over_mesh(on_device, given, division, (), with_states=True)
-    return results
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7))
-def _update(x, states, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation):
-    if cu_seqlens is not None:
-        cu_seqlens = chunking.rising(cu_seqlens, x.shape[1])
-    before = slot_rows.read_states(states, slots)
-    y, _ = _run(x, weight, bias, before, cu_seqlens, None, None, activation, implementation, None)
-    s = sequences.find(*x.shape[:2], cu_seqlens, None)
-    return y, slot_rows.write_states(states, slots, sequences.final_states(x, before, weight.shape[1], s, states.dtype))
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7, 8))
-def _step(x, pool, weight, bias, cu_seqlens, slots: arguments.Slots, activation, implementation, block_size):
-    """Run a serving step: a decode writes a state to a slot after every token, and a prefill after its last token."""
-    step, W = step_table.find_step(cu_seqlens, slots, pool.shape[0], x.shape[1]), weight.shape[1]
-    decodes, prefills, boundaries = step.decodes, step.prefills, step.boundaries
-    rows = slot_kernel if implementation == "pallas" and slot_kernel.takes(pool) else slot_rows
-    # A sequence is either a decode or a prefill; in the table of the other kind it has no tokens and reads no slot.
-    before = rows.read(pool, jnp.maximum(decodes.source, prefills.source))
-    y, _ = _run(x, weight, bias, before, boundaries, None, None, activation, implementation, None)
-    s = sequences.find(*x.shape[:2], boundaries, None)
-
-    def write(pool, slot, end):
-        return rows.write(pool, slot, sequences.final_states(x, before, W, s._replace(end=end), pool.dtype))
-
-    after_tokens = lambda count: s.start + jnp.int32(count)
-    end = jnp.where(prefills.start < prefills.end, s.end, after_tokens(1))
-    pool = write(pool, jnp.maximum(decodes.target[:, 0], prefills.target[:, 0]), end)
-    for t in range(1, decodes.target.shape[1]):
-        pool = write(pool, decodes.target[:, t], after_tokens(t + 1))
-    if slots.block_state_indices is not None:
-        _, slot = step_table.full_blocks(prefills, block_size)
-        for m in range(slot.shape[1]):
-            pool = write(pool, slot[:, m], after_tokens((m + 1) * block_size))
-    return y, pool
+    arrays = dict(x=x, states=states, weight=weight, bias=bias, cu_seqlens=cu_seqlens) | slots._asdict()
+    options = part.ConvOptions(
+        activation=activation, block_size=block_size, implementation=implementation, sharding=sharding,
+        output_final_state=True,
+    )  # fmt: skip
+    return part.update_for(slots, block_size)(arrays, options)

@@ -3,6 +3,7 @@
 import functools
 import numbers
 import string
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,18 @@ from chunkwise.norm_gated import tile, vjp, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks, unknown_arguments
 from chunkwise.shared.kernels import derivatives
+from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions(PartOptions):
+    """The static arguments of the norm, as the user gave them."""
+
+    activation: str | None
+    norm_before_gate: bool
+    eps: float
+    config: tiles.Config | None
 
 
 @unknown_arguments.explained
@@ -72,26 +84,31 @@ def rms_norm_gated(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate comes from Gated Delta Networks
       (2024) and Mamba-2 (2024).
     """
+    options = NormOptions(
+        activation=activation, norm_before_gate=norm_before_gate, eps=eps, implementation=implementation,
+        sharding=sharding, config=config,
+    )  # fmt: skip
+    part = LayerPart(_layout(getattr(x, "ndim", 1)), _check, _run)
+    return part(dict(x=x, z=z, weight=weight), options)[0]
+
+
+def _check(arrays: partition.Arrays, options: NormOptions) -> tuple[partition.Arrays, NormOptions]:
+    """Check the arguments of `rms_norm_gated`."""
+    x, z, eps = arrays["x"], arrays["z"], options.eps
     shape = checks.check_floating("x", x, "[..., D]")
     checks.check(len(shape) >= 1, f"`x` must have shape [..., D]; got {shape}.")
     checks.check(all(shape), f"`x` must not be empty; got {shape}.")
     checks.check_floating("z", z, "[..., D]")
     checks.check(tuple(z.shape) == shape, f"`z` must have the shape of `x` {shape}; got {tuple(z.shape)}.")
-    checks.check_array("weight", weight, "D", shape[-1:])
-    checks.check_activation(activation)
-    checks.check_flags(norm_before_gate=norm_before_gate)
+    checks.check_array("weight", arrays["weight"], "D", shape[-1:])
+    checks.check_activation(options.activation)
+    checks.check_flags(norm_before_gate=options.norm_before_gate)
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
     checks.check(
         number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     )
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    static = tile.NormStatic(shape[-1], activation, bool(norm_before_gate), float(eps))
-    # The weight becomes float32 before devices share it, so that the sum of its gradient is rounded only once.
-    given = {"x": x, "z": z, "weight": weight.astype(jnp.float32)}
-    norm = xla.norm if implementation == "xla" else functools.partial(_pallas, config=config)
-    run = lambda given: (norm(given["x"], given["z"], given["weight"], static), None)
-    division = partition.find_division(given, _layout(len(shape)), sharding)
-    return (run(given) if division is None else partition.over_mesh(run, given, division, ()))[0]
+    implementation = checks.choose_implementation(options.implementation, ("pallas", "xla"), on_tpu="pallas")
+    return arrays, replace(options, implementation=implementation)
 
 
 def _layout(ndim: int) -> partition.Layout:
@@ -105,12 +122,17 @@ def _layout(ndim: int) -> partition.Layout:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _pallas(x, z, weight, s: tile.NormStatic, config: tiles.Config | None) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _run(arrays: partition.Arrays, options: NormOptions) -> Results:
+    """Run the norm on one device."""
+    x, z, weight = (arrays[name] for name in ("x", "z", "weight"))
+    s = tile.NormStatic(x.shape[-1], options.activation, bool(options.norm_before_gate), float(options.eps))
+    if options.implementation == "xla":
+        return xla.norm(x, z, weight, s), None
     # Heads lie side by side in a row, as projections produce them. Without an axis of heads a row is one group.
     groups = x.shape[-2] if x.ndim > 3 else 1
-    config = config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
+    config = options.config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
     lanes = jnp.tile(weight.astype(jnp.float32), groups)[None]  # [1, groups D]
     rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
     rows, gates, lanes = derivatives.of_kernel("rms_norm_gated", (rows, gates, lanes))
-    return vjp.norm(rows, gates, lanes, s, config).reshape(x.shape)
+    return vjp.norm(rows, gates, lanes, s, config).reshape(x.shape), None

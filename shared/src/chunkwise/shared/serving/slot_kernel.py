@@ -40,6 +40,15 @@ def takes(pool: jax.Array) -> bool:
     return pool.dtype in (jnp.float32, jnp.bfloat16)
 
 
+def check_type(pool: jax.Array) -> None:
+    """Raise NotImplementedError for a pool that the kernels do not take, which a user asked for by name."""
+    if not takes(pool):
+        raise NotImplementedError(
+            f'"pallas" takes serving steps over pools of float32 and bfloat16; got {pool.dtype}: use '
+            f'implementation="xla".'
+        )
+
+
 def _read(pool, slots):
     rows = _launch("read_slots", pool, slots, None)
     # Rows without a slot were not written.
