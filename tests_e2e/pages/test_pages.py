@@ -1,5 +1,6 @@
 """The figures of the pages are those of docs/data, and pages stay short."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from benchmarks import figures
 from benchmarks.figures import tables
 from chunkwise import pipeline
+from chunkwise.shared.serving.decode import choose
 from chunkwise.shared.testing import compare
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +79,19 @@ def test_launches_of_a_gpu():
 def test_the_page_on_serving_names_every_step():
     text = (ROOT / "docs/serving.md").read_text()
     assert [name for name in pipeline.__all__ if name.startswith("ragged_") and f"`{name}`" not in text] == []
+
+
+def test_the_drawing_of_decodes_names_who_asks():
+    """Every module that asks which kernel decodes, and every module that the drawing names exists."""
+    text = (ROOT / "docs/maintain/architecture.md").read_text()
+    drawing = text.split("Who decodes what:\n\n```\n")[1].partition("```")[0]
+    rooms = ROOT / "shared/src/chunkwise/shared", ROOT / "packages/layers/src/chunkwise"
+    sources = {path.relative_to(room).as_posix(): path for room in rooms for path in room.rglob("*.py")}
+    asking = {name for name, path in sources.items() if "choose.kernel_of(" in path.read_text()}
+    named = set(re.findall(r"\w[\w/]*\.py", drawing))
+    assert asking <= named <= set(sources)
+    kernels = set(re.findall(r'^ *(?:return|name, limit =) "(\w+)"', inspect.getsource(choose.kernel_of), re.MULTILINE))
+    assert kernels == set(re.findall(r'\| "(\w+)"', drawing))
 
 
 def test_data_is_shown(monkeypatch):

@@ -31,7 +31,7 @@ def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array
       run: takes arguments without segment ids; their gates, [B, T, HV] or [B, T, HV, K], are decays.
       x: arguments with segment ids; their gates are decays, too.
     """
-    taken, nonfinite, segments = _as_one(x)
+    taken, nonfinite, segments = _with_resets(x)
     return _mark(run(taken), x.v, x.initial_state, nonfinite, segments)
 
 
@@ -39,13 +39,13 @@ def map_segments(
     find: Callable[[arguments.Arguments], state_map.StateMap], x: arguments.Arguments
 ) -> state_map.StateMap:
     """Return the map that the tokens apply to a state, by a function that takes no segment ids: see `run_segments`."""
-    taken, nonfinite, segments = _as_one(x)
+    taken, nonfinite, segments = _with_resets(x)
     found = find(taken)
     states, M = (None if y is None else _unless(nonfinite[:, -1], y, jnp.nan) for y in (found.states, found.M))
     return found._replace(states=states, M=M)
 
 
-def _as_one(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, segment_tables.Segments]:
+def _with_resets(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, segment_tables.Segments]:
     """Return arguments without segment ids, which tokens are in segments that are not finite, and the segments."""
     ids: Any = x.segment_ids
     segments = segment_tables.find_segments(ids)
