@@ -442,7 +442,7 @@ def site(session):
 
 @nox.session(python=LATEST, default=False)
 def train(session):
-    """Train a small language model on Python's standard library, and measure it and pools on files new to it."""
+    """Train a small language model on Python's standard library, and measure it on files new to it."""
     prepare(session, "train")
     output = ROOT / "train_output"
     shutil.rmtree(output, ignore_errors=True)
@@ -450,12 +450,3 @@ def train(session):
     bits = json.loads((output / "results.json").read_text())["bits_per_byte"]
     if bits["this model"] > 0.75 * bits["order 0"]:
         session.error(f"The model must need far fewer bits per byte than order 0, {bits['order 0']:.2f}; got {bits}.")
-    if session.posargs:
-        # The pools are measured for the model of the options that are the default.
-        return
-    path = output / "pools.json"
-    command = ("python", "-m", "benchmarks", "pools", "--model", str(output), "--json", str(path))
-    session.run(*command, env={"JAX_PLATFORMS": "cpu"})
-    more = {row["pool"]: row["over_float32"] for row in json.loads(path.read_text())["rows"]}
-    if max(abs(more[pool]) for pool in ("bfloat16", "int8, ring of 16")) > 0.002:
-        session.error(f"bfloat16, and int8 with a ring, must need as many bits as float32, within 0.2 %; got {more}.")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from rich.console import Console
 from benchmarks import (
     accuracy,
     bench,
-    bits,
     calibrate,
     compile_times,
     decode_mixer,
@@ -28,22 +26,20 @@ from benchmarks import (
     production,
     scale,
     shipped,
-    stages,
     step,
     tpu,
     tpu_peers,
 )
 from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES
-from benchmarks.compare import compare, merged
 from benchmarks.mixer import MIXERS
+from benchmarks.saved import merged
 from benchmarks.scans import SCANS
 from chunkwise import pipeline
 from chunkwise.command import info
 from chunkwise.command.models import Layer
 from chunkwise.command.tables import make_console, make_progress, make_table
 from chunkwise.pipeline.operators import OPERATORS
-from chunkwise.pipeline.stages import STAGES
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
@@ -59,8 +55,6 @@ def parse(arguments=None) -> argparse.Namespace:
     saved = argparse.ArgumentParser(add_help=False)
     saved.add_argument("--json", type=Path, help="write the result here")
     saved.add_argument("--keep", action="store_true", help="keep the rows there that this run has no newer ones of")
-    saved.add_argument("--base", type=Path, help="compare with a result; exit code 1 if a row is worse")
-    saved.add_argument("--tolerance", type=float, default=0.1, help="by how much a figure may grow over --base")
     sizes = argparse.ArgumentParser(add_help=False)
     sizes.add_argument("--tokens", action="append", type=int, help="instead of the case's own; may be repeated")
     sizes.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
@@ -72,9 +66,6 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside peers")
     add_cases(one, CASES | MIXERS)
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
-    one = commands.add_parser("stages", parents=[sizes, timed, saved], help="the stages of the gated delta rule")
-    add_cases(one, CASES)
-    one.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES])
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     add_cases(one, CASES | MIXERS | BLOCKS)
@@ -86,12 +77,9 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--peer", action="append", choices=calibrate.peers(), help="may be repeated")
     one.add_argument("--tokens", type=int, help="to compile a sequence for that is not packed; the rest is scaled")
     one.add_argument("--timeout", type=float, default=1500, help="seconds for one compilation")
-    one = commands.add_parser("scale", parents=[sizes, timed, saved], help="operators divided over devices")
+    one = commands.add_parser("scale", parents=[sizes, saved], help="an estimate of operators divided over devices")
     add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
-    one.add_argument("--devices", action="append", type=int, help="simulated, 1 to 8; may be repeated")
-    one.add_argument(
-        "--topology", action="append", help="estimate for this one of TPUs, as v5p:2x2x2, with tokens each"
-    )
+    one.add_argument("--topology", action="append", required=True, help="of TPUs, as v5p:2x2x2, with tokens each")
     one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
     one.add_argument("--profile", action="store_true", help="cycles of a forward too, of every launch by itself")
     one.add_argument("--scan", action="append", choices=list(SCANS), help="the scan over a topology's devices alone")
@@ -134,8 +122,6 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
-    one = commands.add_parser("bits", help="fingerprints of small results, to compare before and after a change")
-    bits.add_options(one)
     one = commands.add_parser("pages", help="compare the figures of pages and packages with docs/data")
     one.add_argument("--write", action="store_true", help="write them instead")
     one = commands.add_parser("plot", help="a PNG of a saved result")
@@ -145,11 +131,6 @@ def parse(arguments=None) -> argparse.Namespace:
     mixers = sorted(MIXERS.keys() & set(getattr(options, "case", None) or ()))
     if mixers and options.command == "time" and options.devices > 1:
         parser.error(f"`--devices` splits the heads of an operator; got {mixers[0]}.")
-    if options.command == "scale" and options.scan and not options.topology:
-        parser.error("`--scan` compiles for a `--topology`; got none.")
-    if options.command == "scale":
-        # Ratios are to one device, so one device is always measured.
-        options.devices = sorted({1, *(options.devices or (2, 4, 8))})
     return options
 
 
@@ -177,18 +158,6 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                 case, T, dtype, options.implementation or default, options.backward, options.repeats, options.devices
             )
             yield f"{name}, T = {T}", label | {"dtype": options.dtype, "devices": options.devices}, run
-    elif options.command == "stages":
-        dtype = jnp.dtype(options.dtype)
-        default = ["xla"] if jax.default_backend() != "tpu" else ["xla", "pallas"]
-        for name, case, T, label in shapes(options):
-            x = stages.all_arguments(case, T, dtype)
-            for stage in STAGES:
-                if options.stage and stage.name not in options.stage:
-                    continue
-                run = lambda case=case, stage=stage, T=T, x=x: stages.measure(
-                    case, stage, T, dtype, options.implementation or default, options.backward, options.repeats, x
-                )
-                yield f"{name}, {stage.name}", label | {"dtype": options.dtype, "stage": stage.name}, run
     elif options.command == "tpu":
         for name, case, T, label in shapes(options):
             for implementation in options.implementation or ["fused", *tpu_peers.installed()]:
@@ -250,15 +219,9 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
 
 
 def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -> Iterator[tuple]:
-    """Yield the jobs of `scale`: for topologies if some are given, otherwise on simulated devices."""
+    """Yield the jobs of `scale`."""
     for name, case, T, label in shapes(options):
-        if not options.topology:
-            dtype = jnp.dtype(options.dtype)
-            run = lambda case=case, T=T, dtype=dtype: scale.simulated(
-                case, T, dtype, options.backward, options.repeats, options.devices, implementations or ["xla"]
-            )
-            yield f"{name}, T = {T}", label | {"dtype": options.dtype}, run
-        for topology in options.topology or ():
+        for topology in options.topology:
             for scan in options.scan or ():
                 run = lambda a=(case, scan, topology, options.timeout): scale.measure_scan(*a)
                 yield f"{scan}, {topology}", {"case": name, "topology": topology, "scan": scan}, run
@@ -290,7 +253,7 @@ def show(rows: list[dict], console: Console) -> None:
     table = make_table(console, text, [key for key in columns if key not in TEXT])
     for row in rows:
         style = "red" if row.get("correct") is False or row.get("within") is False else None
-        style = "red" if row.get("worse") or row.get("failed") else style
+        style = "red" if row.get("failed") else style
         table.add_row(*(_cell(row.get(key)) for key in (*text, *(k for k in columns if k not in TEXT))), style=style)
     console.print(table)
 
@@ -317,27 +280,19 @@ def save(options: argparse.Namespace, rows: list[dict]) -> None:
 
 
 def main(arguments=None) -> int:
-    """Measure, print a table, write JSON, compare; return 1 if a result is wrong or worse than the base."""
+    """Measure, print a table, write JSON; return 1 if a result is wrong."""
     options = parse(arguments)
-    if options.command == "bits":
-        return bits.main(options)
     if options.command == "pages":
         return figures.main(options.write) | shipped.main(options.write)
     if options.command == "plot":
         saved = json.loads(options.result.read_text())
         plots.draw(saved["command"], saved["rows"], options.output)
         return 0
-    if options.command == "scale":
-        # Every simulated device has a thread, and a collective waits for all threads: with fewer threads it waits for
-        # ever.
-        os.environ.setdefault("NPROC", "16")
-        jax.config.update("jax_num_cpu_devices", options.devices[-1])
-    elif options.command == "gpu":
+    if options.command == "gpu":
         gpu_compiler.setup()
         options.json = options.json or (None if options.program else GPU_RESULT)
     elif getattr(options, "devices", 1) > 1:
         jax.config.update("jax_num_cpu_devices", options.devices)
-    base = json.loads(options.base.read_text())["rows"] if options.base else None
     console, rows = make_console(200), []
     with make_progress(console) as progress:
         planned = list(jobs(options))
@@ -348,18 +303,11 @@ def main(arguments=None) -> int:
             progress.advance(task)
     for part in scale.parts(rows) if options.command == "scale" else [rows]:
         show(part, console)
-    if options.command == "scale" and not options.topology:
-        console.print(scale.NOTE)
     if options.command == "calibrate":
         console.print(*calibrate.sentences(rows), sep="\n")
     if options.json:
         save(options, rows)
-    wrong = any(row.get("correct") is False or row.get("within") is False for row in rows)
-    if base is not None:
-        lines = compare(rows, base, options.tolerance)
-        show(lines, console)
-        wrong = wrong or any(line["worse"] for line in lines)
-    return int(wrong)
+    return int(any(row.get("correct") is False or row.get("within") is False for row in rows))
 
 
 if __name__ == "__main__":

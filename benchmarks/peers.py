@@ -1,6 +1,5 @@
 """Other people's implementations of the same operators, where they are installed."""
 
-import functools
 import importlib
 
 import jax
@@ -11,7 +10,6 @@ from jax import lax
 from benchmarks.mixer import Mixer
 from benchmarks.timing import Run, compiled
 from chunkwise.command.models import Layer
-from chunkwise.shared.kernels.chunking import token_owners
 
 # The scan keeps a state per token for its backward; cases that need more bytes than this are not compared.
 _SCAN_STATES = 2**31
@@ -24,8 +22,6 @@ def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
     found = (
         _transformers(case, x, cu_seqlens, do),
         _scan(case, x, cu_seqlens, do, devices),
-        _fla(case, x, cu_seqlens, do),
-        _jla(case, x, cu_seqlens, do),
     )
     return [run for run in found if run is not None]
 
@@ -62,35 +58,31 @@ def _scan(case: Layer, x: dict, cu_seqlens, do, devices: int) -> Run | None:
     return compiled("scan", run, x, cu_seqlens, None if do is None else {"o": do}, devices)
 
 
-def _to_torch(x: jax.Array, device: str):
+def _to_torch(x: jax.Array):
     import torch
 
-    tensor = torch.tensor(np.asarray(x, np.float32), device=device)
+    tensor = torch.tensor(np.asarray(x, np.float32))
     return tensor.to(torch.bfloat16) if x.dtype == jnp.bfloat16 else tensor
 
 
-def _torch_run(name: str, function, x: dict, do, device: str) -> Run:
+def _torch_run(name: str, function, x: dict, do) -> Run:
     """Return the run of function(**tensors) -> (o, ...), with autograd if there is a do."""
     import torch
 
-    tensors = {n: _to_torch(y, device) for n, y in x.items()}
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    tensors = {n: _to_torch(y) for n, y in x.items()}
 
     def forward():
         with torch.no_grad():
-            o = function(**tensors)[0]
-        wait()
-        return {"o": o}
+            return {"o": function(**tensors)[0]}
 
     if do is None:
         return Run(name, forward)
-    cotangent = _to_torch(do, device)
+    cotangent = _to_torch(do)
 
     def forward_and_backward():
         leaves = {n: y.requires_grad_(True) for n, y in tensors.items()}
         o = function(**leaves)[0]
         gradients = torch.autograd.grad(o, list(leaves.values()), cotangent)
-        wait()
         return {"o": o.detach()} | {f"d{n}": dy for n, dy in zip(leaves, gradients, strict=True)}
 
     return Run(name, forward_and_backward)
@@ -113,44 +105,4 @@ def _transformers(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
         q, k = (y.repeat_interleave(group, dim=2) for y in (q, k))
         return model.torch_chunk_gated_delta_rule(q, k, v, g, beta)
 
-    return _torch_run("transformers", function, x, do, "cpu")
-
-
-def _fla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
-    """The Triton kernels of flash-linear-attention (fla-core), on an NVIDIA GPU."""
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            return None
-        module = importlib.import_module(f"fla.ops.{case.operator}")
-    except ImportError:
-        return None
-    function = getattr(module, f"chunk_{case.operator}")
-    if cu_seqlens is not None:
-        ends = torch.tensor(np.asarray(cu_seqlens), dtype=torch.int64, device="cuda")
-        function = functools.partial(function, cu_seqlens=ends)
-    return _torch_run("fla", function, x, do, "cuda")
-
-
-# The names of operators in jax-linear-attention.
-_JLA_KINDS = {"gated_delta_rule": "gated_deltanet", "kda": "kda", "gla": "gla", "simple_gla": "simple_gla"}
-
-
-def _jla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
-    """The kernels of jax-linear-attention, on an NVIDIA GPU, with a key head for every value head."""
-    if jax.default_backend() != "gpu":
-        return None
-    try:
-        ops = importlib.import_module("jla.ops")
-    except ImportError:
-        return None
-
-    def run(x, cu_seqlens):
-        tokens = [jnp.repeat(x[name], case.HV // x[name].shape[2], axis=2) for name in ("q", "k", "v")]
-        told = {name: y for name, y in x.items() if name not in ("q", "k", "v")}
-        if cu_seqlens is not None:
-            told["segment_ids"] = token_owners(x["v"].shape[1], cu_seqlens)[None]
-        return {"o": ops.linear_attention(_JLA_KINDS[case.operator], *tokens, **told)[0]}
-
-    return compiled("jla", run, x, cu_seqlens, None if do is None else {"o": do})
+    return _torch_run("transformers", function, x, do)

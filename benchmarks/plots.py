@@ -25,7 +25,7 @@ def _lines(axes, rows, keys, x, y):
 
 def _time(rows, plt):
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    keys = ("case", "stage", "pass", "dtype", "implementation")
+    keys = ("case", "pass", "dtype", "implementation")
     varying = [key for key in keys if len({row.get(key) for row in rows}) > 1] or ["implementation"]
     rows = [row for row in rows if row["correct"]]
     _lines(left, rows, varying, "T", "median_ms")
@@ -75,57 +75,34 @@ def _tpu(rows, plt):
 
 
 def _scale(rows, plt):
-    if "sent_mib" not in rows[0]:
-        return _scale_simulated(rows, plt)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    if "scan" in rows[0]:
-        _lines(left, rows, ("scan",), "devices", "sent_mib")
-        _lines(right, rows, ("scan",), "devices", "temporaries_mib")
-        right.set(xscale="log", yscale="log", xlabel="devices", ylabel="temporaries of a device, MiB")
-    else:
-        divided = [row for row in rows if row["devices"] > 1]
-        names = {"sent_mib": "this operator, compiled"}
-        names |= {f"{scan}_mib": scan for scan in SCANS if f"{scan}_mib" in divided[0]}
-        names |= {key: key.removesuffix("_mib").replace("_", " ") for key in divided[0] if "attention" in key}
-        lines = [
-            {"way": text if text.startswith("this") else f"{text}, derived", "devices": row["devices"], "mib": row[key]}
-            for key, text in names.items()
-            for row in divided
-        ]
-        _lines(left, lines, ("way",), "devices", "mib")
-        for place, row in enumerate(divided):
-            alone = next(x for x in rows if x["devices"] == 1 and x["topology"] == row["topology"])
-            summary, whole = ((row.get(key) or 0) / 1e6 for key in ("summary_bundles", "bundles"))
-            right.bar(place - 0.2, (alone.get("bundles") or 0) / 1e6, 0.36, color="C0")
-            right.bar(place + 0.2, summary, 0.36, color="C1")
-            right.bar(place + 0.2, whole - summary, 0.36, summary, color="C2")
-        for index, label in enumerate(("one device alone", "map of a device", "the operator behind it")):
-            right.bar(0, 0, color=f"C{index}", label=label)
-        right.set_xticks(range(len(divided)), [f"{x['devices']} x {x['tokens_each']}" for x in divided])
-        right.set(xlabel="devices x tokens each", ylabel="million bundles of a device")
-        right.legend(fontsize=7)
+    divided = [row for row in rows if row["devices"] > 1]
+    names = {"sent_mib": "this operator, compiled"}
+    names |= {f"{scan}_mib": scan for scan in SCANS if f"{scan}_mib" in divided[0]}
+    names |= {key: key.removesuffix("_mib").replace("_", " ") for key in divided[0] if "attention" in key}
+    lines = [
+        {"way": text if text.startswith("this") else f"{text}, derived", "devices": row["devices"], "mib": row[key]}
+        for key, text in names.items()
+        for row in divided
+    ]
+    _lines(left, lines, ("way",), "devices", "mib")
+    for place, row in enumerate(divided):
+        alone = next(x for x in rows if x["devices"] == 1 and x["topology"] == row["topology"])
+        summary, whole = ((row.get(key) or 0) / 1e6 for key in ("summary_bundles", "bundles"))
+        right.bar(place - 0.2, (alone.get("bundles") or 0) / 1e6, 0.36, color="C0")
+        right.bar(place + 0.2, summary, 0.36, color="C1")
+        right.bar(place + 0.2, whole - summary, 0.36, summary, color="C2")
+    for index, label in enumerate(("one device alone", "map of a device", "the operator behind it")):
+        right.bar(0, 0, color=f"C{index}", label=label)
+    right.set_xticks(range(len(divided)), [f"{x['devices']} x {x['tokens_each']}" for x in divided])
+    right.set(xlabel="devices x tokens each", ylabel="million bundles of a device")
+    right.legend(fontsize=7)
     left.set(xscale="log", yscale="log", xlabel="devices", ylabel="sent by a device, MiB")
     left.legend(fontsize=6, ncols=2, loc="center", bbox_to_anchor=(0.5, 0.77))
     return figure
 
 
-def _scale_simulated(rows, plt):
-    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
-    one = {"devices": 1, "to_one_device": 1.0}
-    splits = [row | one | {"split": split} for row in rows if row["devices"] == 1 for split in ("tokens", "heads")]
-    _lines(
-        axes,
-        [*splits, *(row for row in rows if row["devices"] > 1)],
-        ("case", "pass", "split"),
-        "devices",
-        "to_one_device",
-    )
-    axes.set(xlabel="devices, simulated", ylabel="time, one device is 1", ylim=(0, None))
-    axes.legend(fontsize=7)
-    return figure
-
-
-KINDS = {"time": _time, "stages": _time, "accuracy": _accuracy, "tpu": _tpu, "scale": _scale}
+KINDS = {"time": _time, "accuracy": _accuracy, "tpu": _tpu, "scale": _scale}
 
 
 def draw(kind: str, rows: list[dict], path: Path) -> None:

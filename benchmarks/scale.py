@@ -1,9 +1,7 @@
-"""Operators over devices: run on simulated devices here, and compiled for TPU topologies.
+"""Operators over devices, compiled for TPU topologies.
 
-The simulated devices share the cores of this machine. So the ratio of their time to one device tells the cost of
-dividing an operator, and not how much faster more devices are. A program for a topology is compiled and never runs: its
-bytes and its memory are read from the program, and its bundles or cycles are the compiler's static estimate for one
-device, without the time of collectives.
+A program for a topology is compiled and never runs: its bytes and its memory are read from the program, and its bundles
+or cycles are the compiler's static estimate for one device, without the time of collectives.
 """
 
 import collections
@@ -14,18 +12,13 @@ import time
 from collections.abc import Iterator
 from unittest import mock
 
-from benchmarks import operators, timing, tpu
+from benchmarks import tpu
 from benchmarks.scans import SCANS
 from chunkwise.command.models import Layer
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 from tests.compiled import COLLECTIVE, traffic
 
 MIB = 2**20
-# This note is printed below the times.
-NOTE = (
-    "The devices are simulated on the cores of one machine: only `to_one_device` counts, the cost of dividing the same "
-    "work. It is no speed-up. Above as many devices as cores they take turns."
-)
 
 
 def map_bytes(case: Layer) -> tuple[int, int]:
@@ -52,46 +45,6 @@ def ring_attention_bytes(case: Layer, devices: int, T: int, kv_heads: int) -> in
     `T` is the number of tokens of a device; heads are as wide as the heads of the case.
     """
     return (devices - 1) * T * kv_heads * (case.K + case.V) * 2
-
-
-def simulated(case: Layer, T: int, dtype, backward: bool, repeats: int, devices: list[int], implementations) -> list:
-    """Return a row for every number of devices and for both ways to divide an operator over them.
-
-    The programs are timed in turn, and every result is compared with float64.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
-    do = jnp.asarray(np.random.default_rng(1).standard_normal((1, T, case.HV, case.V)), dtype)
-    runs, about = [], {}
-    for implementation in implementations:
-        for D in devices:
-            mesh = jax.make_mesh((D,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:D])
-            for split, axes in {"tokens": (None, "x"), "heads": (None, None, "x")}.items():
-                if D == 1 and split == "heads":
-                    continue
-                sharding = NamedSharding(mesh, PartitionSpec(*axes)) if D > 1 else None
-                place = lambda y, sharding=sharding: y if sharding is None else jax.device_put(y, sharding)
-                name = f"{implementation} {D} {split}"
-                runs.append(
-                    timing.compiled(
-                        name, case.function(implementation, sharding), jax.tree.map(place, x), cu_seqlens,
-                        {"o": place(do)} if backward else None,
-                    )
-                )  # fmt: skip
-                about[name] = {"implementation": implementation, "devices": D, "split": split if D > 1 else None}
-    verdict = operators.judge(case, x, cu_seqlens, do if backward else None)
-    rows = timing.measure(runs, [], verdict, *case.cost(T, dtype, backward), (1.0, 1.0), repeats)
-    kept = ("error", "correct", "median_ms", "spread_ms", "cpu_ms", "compile_s")
-    rows = [about[row["implementation"]] | {key: row[key] for key in kept} for row in rows]
-    for row in rows:
-        one = next(r for r in rows if r["implementation"] == row["implementation"] and r["devices"] == 1)
-        right = row["correct"] and one["correct"]
-        row["to_one_device"] = row["median_ms"] / one["median_ms"] if right else None
-    return rows
 
 
 def _mesh(topology: str, divided: bool):

@@ -21,7 +21,6 @@ from chunkwise.shared.testing.oracle import reference
 ROOT = Path(__file__).parents[2]
 QUICK_MIXERS = ("gated_delta_rule", "xla"), ("kda", "fused")
 THOROUGH = dict(
-    test_bits=True,
     test_time=lambda arguments: "--backward" in arguments,
     test_heads_over_devices=True,
     test_stored_orders_change_no_bit=True,
@@ -29,7 +28,6 @@ THOROUGH = dict(
     test_time_of_a_mixer=lambda operator, implementation: (operator, implementation) != ("gated_delta_rule", "xla"),
     # One operator with each of the mixtures.
     test_time_of_a_step=lambda case, mixture: STEP_CASES.index(case) != STEPS.index(mixture),
-    test_tokens_and_heads_over_simulated_devices=True,
 )
 
 
@@ -79,26 +77,6 @@ sys.exit(command.main({arguments}))
     assert {"xla", "scan"} <= {row["implementation"] for row in rows}
 
 
-def test_tokens_and_heads_over_simulated_devices(tmp_path):
-    """A process of its own likewise."""
-    path = tmp_path / "result.json"
-    arguments = ["scale", "--case", "two heads", "--devices", "2", "--backward", "--repeats", "1", "--json", str(path)]
-    code = f"""
-import sys
-from benchmarks import __main__ as command
-from benchmarks.cases import CASES
-from chunkwise.command.models import Layer
-CASES["two heads"] = Layer("gated_delta_rule", H=2, HV=2, K=8, V=8, T=32)
-sys.exit(command.main({arguments}))
-"""
-    command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["devices"], row["split"]) for row in rows] == [(1, None), (2, "tokens"), (2, "heads")]
-    assert all(row["correct"] for row in rows)
-    assert [row["to_one_device"] for row in rows] == [row["median_ms"] / rows[0]["median_ms"] for row in rows]
-
-
 def test_order(run, tmp_path, monkeypatch):
     """The search keeps what is faster, and stores what is faster and right."""
     from benchmarks import order
@@ -132,24 +110,6 @@ def test_stored_orders_change_no_bit(kernel):
     searched = order.KERNELS[kernel]
     orders = json.loads(order.path_of(searched).read_text())[searched.kernel]
     assert all(order.same_results(searched, x) for x in orders[tuning.order_key(*searched.size)].values())
-
-
-def test_bits(benchmarks, tmp_path, capsys):
-    """The same program has the same fingerprints; another result is named."""
-    path, only = tmp_path / "bits.json", ["--only", "recurrent_gla, xla, rows"]
-    assert benchmarks.main(["bits", *only, "--json", str(path)]) == 0
-    assert benchmarks.main(["bits", *only, "--against", str(path)]) == 0
-    saved = json.loads(path.read_text())
-    name = next(iter(saved))
-    path.write_text(json.dumps(saved | {name: "another"}))
-    assert benchmarks.main(["bits", *only, "--against", str(path)]) == 1
-    assert f"differs: {name}" in capsys.readouterr().out
-
-
-def test_scan_without_a_topology(benchmarks, capsys):
-    with pytest.raises(SystemExit):
-        benchmarks.parse(["scale", "--scan", "ring"])
-    assert "`--scan` compiles for a `--topology`; got none." in capsys.readouterr().err
 
 
 def test_cost_is_the_packages():
@@ -271,27 +231,6 @@ def test_no_ratio_without_correctness(run, monkeypatch):
     assert rows[0]["x scan"] is None
 
 
-def test_stages(run):
-    stages = ["--stage", "chunk_scaled_dot_kkt", "--stage", "chunk_fwd_o"]
-    code, rows = run("stages", "--case", "small", "--backward", "--repeats", "1", *stages)
-    assert code == 0
-    assert [row["stage"] for row in rows] == ["chunk_scaled_dot_kkt", "chunk_fwd_o"]
-    assert all(row["correct"] for row in rows)
-
-
-def test_a_wrong_gradient_of_a_stage_is_found():
-    from benchmarks import stages
-
-    case, cumsum = CASES["small"], stages.STAGES[0]
-    x = {"g": case.inputs(64, jnp.float32)["g"]}
-    cotangents = {"g_cum": jnp.ones_like(x["g"])}
-    right = {"g": jnp.broadcast_to(jnp.arange(64.0, 0, -1)[:, None], x["g"].shape)}
-    wrong = {"g": 1.01 * right["g"]}
-    errors = [next(stages.gradient_errors(case, cumsum, x, cotangents, dg, None)) for dg in (right, wrong)]
-    assert errors[0] < 1e-8
-    assert errors[1] == pytest.approx(0.01, rel=1e-3)
-
-
 def test_accuracy(run, monkeypatch):
     from benchmarks import accuracy
 
@@ -317,51 +256,6 @@ def test_forms_of_the_inverse():
         assert_close(*other, expected, TOLERANCE["float32"])
 
 
-ROW = {"case": "a", "T": 8, "implementation": "xla", "median_ms": 2.0, "memory_mib": 100.0, "correct": True}
-KERNEL = {"case": "a", "chip": "v6e", "kernel_cycles": 100, "around_cycles": 10, "bundles": 90, "temporaries_mib": 0.0}
-WITHOUT_CYCLES = KERNEL | {"kernel_cycles": None, "around_cycles": None}
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "worse"),
-    [
-        (ROW, [ROW], {"median_ms": False, "memory_mib": False}),
-        (ROW, [ROW | {"median_ms": 2.1}], {"median_ms": False, "memory_mib": False}),
-        (ROW, [ROW | {"median_ms": 2.3}], {"median_ms": True, "memory_mib": False}),
-        (ROW, [ROW | {"memory_mib": 120.0}], {"median_ms": False, "memory_mib": True}),
-        (ROW, [ROW | {"correct": False}], {"median_ms": True, "memory_mib": True}),
-        (ROW, [], {"median_ms": True, "memory_mib": True}),
-        (KERNEL, [KERNEL | {"temporaries_mib": 0.5}], {"cycles": False, "temporaries_mib": False}),
-        (KERNEL, [KERNEL | {"kernel_cycles": 111}], {"cycles": False, "temporaries_mib": False}),
-        (KERNEL, [KERNEL | {"around_cycles": 30}], {"cycles": True, "temporaries_mib": False}),
-        (KERNEL, [KERNEL | {"temporaries_mib": 2.0}], {"cycles": False, "temporaries_mib": True}),
-        (KERNEL, [WITHOUT_CYCLES], {"cycles": True, "temporaries_mib": False}),
-        (WITHOUT_CYCLES, [KERNEL], {"bundles": False, "temporaries_mib": False}),
-        (WITHOUT_CYCLES, [KERNEL | {"bundles": 100}], {"bundles": True, "temporaries_mib": False}),
-        ({"case": "a", "failed": "no result"}, [KERNEL], {}),
-    ],
-    ids=[
-        "equal", "within", "slower", "memory", "wrong", "missing", "small memory", "cycles within", "around the kernel",
-        "temporaries", "no cycles any more", "bundles", "more bundles", "failed",
-    ],
-)  # fmt: skip
-def test_compare(before, now, worse):
-    from benchmarks.compare import compare
-
-    assert {line["figure"]: line["worse"] for line in compare(now, [before], tolerance=0.1)} == worse
-
-
-def test_compare_from_the_command_line(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.accuracy.STRENGTHS", (0.1,))
-    arguments = ["accuracy", "gate", "--operator", "simple_gla", "--implementation", "xla", "--tokens", "64"]
-    _, rows = run(*arguments)
-    base = tmp_path / "base.json"
-    base.write_text(json.dumps({"rows": rows}))
-    assert run(*arguments, "--base", str(base))[0] == 0
-    base.write_text(json.dumps({"rows": [row | {"error": 1e-12} for row in rows]}))
-    assert run(*arguments, "--base", str(base))[0] == 1
-
-
 def test_rows_of_an_earlier_result_are_kept(run, tmp_path, monkeypatch):
     """Those that the run has no newer ones of, if the result is of the same command."""
     errors = itertools.count(1.0)
@@ -382,11 +276,9 @@ SWEPT = {"sweep": "gate strength", "operator": "kda", "form": "xla", "dtype": "f
 ESTIMATED = {"case": "a", "pass": "forward", "implementation": "fused", "kernel_cycles": 10, "around_cycles": 1}
 
 
-SIMULATED = {"case": "a", "pass": "forward", "devices": 1, "split": None, "to_one_device": 1.0}
 ALONE = {"topology": "v5p:2x2x1", "devices": 1, "tokens_each": 8, "bundles": 5, "sent_mib": 0.0}
 DIVIDED = ALONE | {"devices": 4, "bundles": 12, "summary_bundles": 6, "sent_mib": 3.0, "ring_attention_2_mib": 9.0}
 DIVIDED |= {"all_gather_mib": 3.0, "all_to_all_mib": 1.25, "doubling_mib": 2.5, "ring_mib": 1.5}
-SCANNED = {"scan": "ring", "devices": 4, "sent_mib": 1.0, "temporaries_mib": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -395,9 +287,7 @@ SCANNED = {"scan": "ring", "devices": 4, "sent_mib": 1.0, "temporaries_mib": 2.0
         ("time", [TIMED, TIMED | {"T": 16}]),
         ("accuracy", [SWEPT, SWEPT | {"form": "factored form", "error": None}]),
         ("tpu", [ESTIMATED | {"chip": "v5e", "kernel_cycles": None, "bundles": 7}, ESTIMATED | {"chip": "v6e"}]),
-        ("scale", [SIMULATED, SIMULATED | {"devices": 2, "split": "tokens", "to_one_device": 1.5}]),
         ("scale", [ALONE, DIVIDED]),
-        ("scale", [SCANNED, SCANNED | {"devices": 8}]),
     ],
 )
 def test_plot(benchmarks, kind, rows, tmp_path):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from tests.poison import assert_isolated
 
@@ -14,8 +14,6 @@ QUICK = ("sequences", jnp.float32, "fused")
 THOROUGH = dict(
     test_isolated=lambda of, dtype, implementation: (of, dtype, implementation) != QUICK,
     test_a_spoilt_sequence_stays_so=True,
-    # All decodes are one kernel, whose tests have this.
-    test_decode_isolated=True,
 )
 
 
@@ -44,19 +42,6 @@ def test_isolated(of, dtype, config, implementation):
         return dict(o=o, final_state=state) if states else dict(o=o)
 
     assert_isolated(run, x, cu_seqlens)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_decode_isolated(implementation):
-    x = make_inputs(1, 6, 1, 2, 16, 16, num_states=3)
-
-    def run(x, cu_seqlens):
-        o, state = recurrent_gated_delta_rule(
-            **x, output_final_state=True, cu_seqlens=cu_seqlens, implementation=implementation
-        )
-        return dict(o=o, final_state=state)
-
-    assert_isolated(run, x, boundaries(1, 2, 2))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -23,11 +23,6 @@ THOROUGH = dict(
     test_gradients_are_finite_differences=lambda implementation: implementation == "fused",
     test_boundaries_are_traced=lambda states, implementation: states or implementation == "fused",
     test_gradient_of_a_scale_of_zero=lambda implementation: implementation == "fused",
-    # The pipeline has these of all operators.
-    test_alone_batched_and_packed_agree=True,
-    # The delta rule has both.
-    test_gradients_under_remat_and_vmap=True,
-    test_a_sequence_split_in_two_equals_the_whole=True,
 )
 
 
@@ -92,15 +87,6 @@ def test_an_output_that_nobody_reads_is_not_computed(transform):
     jax.tree.map(np.testing.assert_array_equal, unread, read)
 
 
-def test_gradients_under_remat_and_vmap():
-    x, gamma = arguments(B=2), jnp.asarray([-0.1])
-    loss = lambda x, gamma: jnp.sum(run("fused")(**x, g_gamma=gamma)[0] ** 2)
-    want = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, gamma)
-    row = jax.checkpoint(lambda x, gamma: loss({name: y[None] for name, y in x.items()}, gamma))
-    dx, dgamma = jax.jit(jax.vmap(jax.grad(row, argnums=(0, 1)), in_axes=(0, None)))(x, gamma)
-    jax.tree.map(lambda y, got: assert_close("gradient", got, y, TOLERANCE["float32"]), want, (dx, dgamma.sum(axis=0)))
-
-
 @pytest.mark.parametrize(
     ("per_channel", "lengths", "implementation"),
     [(False, None, "xla"), (False, None, "fused"), (True, (1, 0, 17), "fused")],
@@ -153,25 +139,3 @@ def test_boundaries_are_traced(states, implementation):
     x = arguments(num_states=3 * states)
     fn = lambda x, cu: run(implementation, cu_seqlens=cu, output_final_state=states)(**x)
     assert_traced_once(fn, *((x, boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]))
-
-
-@each_implementation
-def test_alone_batched_and_packed_agree(implementation):
-    x = arguments(B=2, T=24, num_states=2)
-    o, state = run(implementation)(**x)
-    alone = {name: y[:1] for name, y in x.items()}
-    pack = {name: y if name == "initial_state" else y.reshape(1, 48, *y.shape[2:]) for name, y in x.items()}
-    assert_close("alone", run(implementation)(**alone)[0], o[:1], STAGE_TOLERANCE)
-    packed, packed_state = run(implementation, cu_seqlens=boundaries(24, 24))(**pack)
-    assert_close("packed", packed.reshape(o.shape), o, STAGE_TOLERANCE)
-    assert_close("packed state", packed_state, state, STAGE_TOLERANCE)
-
-
-@each_implementation
-def test_a_sequence_split_in_two_equals_the_whole(implementation):
-    x = arguments(T=40)
-    o, state = run(implementation)(**x)
-    first, middle = run(implementation)(**{name: y[:, :23] for name, y in x.items()})
-    second, end = run(implementation)(**{name: y[:, 23:] for name, y in x.items()}, initial_state=middle)
-    assert_close("o", jnp.concatenate([first, second], axis=1), o, STAGE_TOLERANCE)
-    assert_close("state", end, state, STAGE_TOLERANCE)

@@ -33,8 +33,6 @@ THOROUGH = dict(
     ),
     test_erase_gates_of_0_and_2=True,
     test_packed=lambda kind, implementation, states: (kind, implementation, states) != ("comba", "fused", True),
-    test_grouped_heads_and_blocks_inside_of_a_group=True,
-    test_chunks_of_64=True,
     test_decode=lambda kind, implementation, dtype: (kind, implementation, dtype) != ("gdn2", "fused", jnp.float32),
 )
 
@@ -106,26 +104,6 @@ def test_packed(kind, implementation, states):
     x = KINDS[kind].inputs(1, T_PACKED, 2, 2, 16, 24, num_states=7 if states else 0, normalise=False)
     options = dict(implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True)
     compare(x, KINDS[kind].chunk, states, cu_seqlens=PACKED, **options)
-
-
-@kinds
-def test_grouped_heads_and_blocks_inside_of_a_group(kind):
-    from chunkwise.two_keys import Config
-
-    x = KINDS[kind].inputs(2, 20, 2, 8, 16, 24, num_states=2, normalise=False)
-    for config in (Config(2, 2), Config(8, 4)):
-        compare(
-            x, KINDS[kind].chunk, implementation="fused", chunk_size=16, config=config, use_qk_l2norm_in_kernel=True
-        )
-
-
-@types
-@both
-@kinds
-def test_chunks_of_64(kind, implementation, dtype):
-    """With two heads side by side in the lanes."""
-    x = KINDS[kind].inputs(1, 130, 1, 2, 32, 48, dtype=dtype, num_states=1, normalise=False)
-    compare(x, KINDS[kind].chunk, implementation=implementation, scale=0.3, use_qk_l2norm_in_kernel=True)
 
 
 @types

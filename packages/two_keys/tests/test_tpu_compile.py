@@ -8,15 +8,13 @@ import pytest
 
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu, text_for_tpu
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu, text_for_tpu
 from tests.either_two_keys import KINDS
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 # The kernels of KDA, which its package compiles; one program of all of their new parts is quick.
 THOROUGH = dict(
     test_forward_and_backward_compile=lambda kind, packed: (kind, packed) != ("gdn2", False),
-    test_split_tokens_compile=True,
-    test_decode_compiles=True,
 )
 
 
@@ -44,43 +42,6 @@ def test_forward_and_backward_compile(kind, packed, chip):
     text = compile_for(run, specs(kind, 1, 300, 1, 2, 128, 128, jnp.bfloat16), cu_seqlens, chip=chip).as_text()
     assert f"chunk_{kind}_fwd_c64" in text
     assert f"chunk_{kind}_bwd_c64" in text
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_split_tokens_compile(kind, chip):
-    from jax.sharding import PartitionSpec
-
-    def run(x, state):
-        def forward(x, state):
-            return KINDS[kind].chunk(
-                **x, initial_state=state, output_final_state=True, chunk_size=16, implementation="fused",
-                sharding=PartitionSpec(None, "tokens"),
-            )  # fmt: skip
-
-        results, pull = jax.vjp(forward, x, state)
-        return results, pull(results)
-
-    x = specs(kind, 1, 128, 1, 2, 64, 100, jnp.bfloat16)
-    launches = compile_over_tokens(run, x, spec(1, 2, 64, 100), chip)
-    assert launches == [f"chunk_{kind}_{part}_c16" for part in ("bwd", "bwd_state", "fwd", "summary")]
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_decode_compiles(kind, chip):
-    """The donated pool is the result."""
-
-    def run(pool, slots, x):
-        return KINDS[kind].recurrent(
-            **x, initial_state=pool, output_final_state=True, state_indices=slots, implementation="fused"
-        )
-
-    pool, slots = spec(64, 8, 128, 128), spec(32, dtype=jnp.int32)
-    x = specs(kind, 32, 2, 4, 8, 128, 128, jnp.bfloat16)
-    compiled = compile_for(run, pool, slots, x, chip=chip, donate_argnums=(0,))
-    assert compiled.memory_analysis().alias_size_in_bytes >= 4 * 64 * 8 * 128 * 128
-    assert re.search(r"output_to_operand_aliasing=\{\{1\}: \(\d+, \{\}\)\}", compiled.as_text())
 
 
 def test_gates_stay_narrow():
