@@ -45,13 +45,13 @@ def check_call(function: Callable, **sizes: int) -> None:
     assert line.startswith("Shapes: "), line
     shapes = {}
     for names, shape in re.findall(r"(\w+(?:, \w+)*) (\[.*?\])", line):
-        shapes |= dict.fromkeys(names.split(", "), tuple(eval(shape, {}, sizes)))
-    shapes |= {name: shapes[other] for name, other in re.findall(r"(\w+) like (\w+)", line)}
+        # A space between two sizes is a product.
+        shapes |= dict.fromkeys(names.split(", "), tuple(eval(re.sub(r"(?<=\w) (?=\w)", "*", shape), {}, sizes)))
     arrays = {name: jnp.full(shape, -0.1) for name, shape in shapes.items()}
     arrays |= dict(cu_seqlens=jnp.array([0, sizes["T"]], jnp.int32), state_indices=jnp.array([1], jnp.int32))
     names, _, call = example.strip().partition(" = ")
     assert call.startswith(f"{function.__name__}("), call
-    out = eval(call, {function.__name__: function} | arrays)
+    out = eval(call, {function.__name__: function, **sizes} | arrays)
     results = dict(zip(names.split(", "), out if ", " in names else [out], strict=True))
     for name, x in results.items():
         assert x is None or x.shape == shapes[name], name

@@ -38,7 +38,7 @@ CALLS = [x for x in PUBLIC if x.__name__.startswith(("chunk_", "recurrent_", "ra
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_help_opens_with_the_call(function):
-    check_call(function, B=1, T=4, H=1, HV=2, K=8, V=8, C=64, NT=1, N=1, slots=2)
+    check_call(function, B=1, T=4, H=1, HV=2, K=8, V=8, C=64, NT=1, N=1, n=2, num_householder=2, slots=2)
 
 
 def test_no_docstring_speaks_of_arguments_that_the_function_lacks():

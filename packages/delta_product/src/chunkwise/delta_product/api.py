@@ -38,15 +38,12 @@ def chunk_gated_delta_product(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated DeltaProduct over whole sequences, chunk by chunk, differentiable.
 
-    In value head h, with key head h // (HV // H), a token decays the state once and then takes n steps of the delta
-    rule, and the state is read after the last one::
-
         S  = e^g_t S_{t-1}
         S <- S + beta_i k_i (v_i - S^T k_i)^T      for i = n t, ..., n t + n - 1
         o_t = scale S^T q_t                        S_t = S
 
-    It is `chunk_gated_delta_rule` over T n tokens, whose kernels it runs. The outputs of the tokens without a query are
-    written and dropped.
+    A token decays the state once, and then takes n steps of the delta rule. This is `chunk_gated_delta_rule` over T n
+    tokens, whose kernels run. The outputs of the tokens without a query are written and dropped.
 
     Args:
       q: queries [B, T, H, K].
@@ -96,7 +93,10 @@ def recurrent_gated_delta_product(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated DeltaProduct token by token, the decode path: one new token or a few for every sequence, in one launch.
 
-    `chunk_gated_delta_product` has the equation.
+    Args:
+      q: queries [B, T, H, K].
+      k: keys [B, T n, H, K], the n keys of a token next to each other.
+      v: values [B, T n, HV, V].
 
     Accuracy: 3e-7 relative to the recurrence in float64, plus the rounding of o, and of a pool, to its type.
     Cost: 7 n B T HV K V flops; the state of every sequence is read and written once.
@@ -138,7 +138,7 @@ def ragged_gated_delta_product(
 ) -> tuple[jax.Array, Pool]:
     """Gated DeltaProduct as one serving step: decodes, speculation and prefills over one pool of states.
 
-    `chunk_gated_delta_product` has the equation, here for every sequence of a packed stream. The boundaries, the blocks
+    The boundaries, the blocks
     and the accepted tokens count tokens of q. A token takes n of the tokens of a ring, so `make_pool` needs n times as
     many. Decodes of at most 4 / n tokens take the kernel that is best for decodes.
     """

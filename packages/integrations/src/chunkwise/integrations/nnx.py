@@ -33,7 +33,7 @@ class _Layer(nnx.Module):
 
     Attributes:
       weights: the weights of the layer, such as `GatedDeltaNetWeights`; each of them is an nnx.Param.
-      cache: the data that the next token needs of the tokens so far, a `Cache` of nnx.Cache; None until `init_cache`.
+      cache: what the layer remembers of the tokens so far, a `Cache` of nnx.Cache; None until `init_cache`.
     """
 
     init: ClassVar[Callable]

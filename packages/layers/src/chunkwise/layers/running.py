@@ -59,7 +59,7 @@ def offload_policy() -> Callable[..., Any]:
 
 
 class Cache(NamedTuple):
-    """The data that the next token of N sequences needs of the tokens so far; or a pool with slots for such data.
+    """What a layer remembers of N sequences, so that it can go on with their next tokens; or a pool of such memories.
 
     Attributes:
       conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty if

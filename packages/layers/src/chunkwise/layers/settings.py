@@ -91,7 +91,7 @@ def _entries(value: Any) -> Any:
 
 
 class Settings:
-    """The settings of a model. Every setting whose name is of concern must be read, required, or ignored.
+    """The settings of a model. A setting whose name sounds like linear attention must be read, required, or ignored.
 
     Args:
       named: the settings; a setting in `linear_attn_config` has a name such as TABLE + "head_dim".

@@ -17,7 +17,7 @@ from typing import TypeVar
 Function = TypeVar("Function", bound=Callable)
 
 CHUNK = """
-Shapes: {shapes}; o like v; final_state [N, HV, K, V].
+Shapes: {shapes}; o [B, T, HV, V]; final_state [N, HV, K, V].
 
     o, final_state = {function}({arrays}, output_final_state=True)
 
@@ -89,7 +89,7 @@ Raises:
 """
 
 RECURRENT = """
-Shapes: {shapes}; o like v; states [N, HV, K, V].
+Shapes: {shapes}; o [B, T, HV, V]; states [N, HV, K, V].
 
     o, states = {function}({arrays}, output_final_state=True)
 
@@ -137,7 +137,7 @@ Raises:
 """
 
 RAGGED = """
-Shapes: {shapes}; o like v.
+Shapes: {shapes}; o [B, T, HV, V].
 
     o, states = {function}({arrays})
 
@@ -170,11 +170,10 @@ Args:
     do not exist.
   read_indices: int32 [N], the slot that a sequence starts from in place of a slot of state_indices, such as the slot of
     a cached prefix. It stays as it is, and several sequences may share it; a negative one stands for zeros.
-  num_accepted_tokens: int32 [N], 1 to W, how many tokens of the step before were accepted: a decode or a prefill starts
-    from slot state_indices[n, num_accepted_tokens[n] - 1], which has the state after these tokens. With any other
-    number it starts from zeros. None for 1; not read with read_indices. Over a pool with a ring: how many tokens of the
-    decode before are kept in the slot that the sequence starts from; None for all. After a prefill, which is kept
-    whole, it is not read.
+  num_accepted_tokens: int32 [N], how many tokens of a sequence's last decode are accepted. Where state_indices is
+    [N, W]: 1 to W, and the sequence starts from slot state_indices[n, num_accepted_tokens[n] - 1], with any other
+    number from zeros; None for 1; not read with read_indices. Over a pool with a ring: how many of these tokens stay in
+    the ring of the slot that the sequence starts from; None for all; not read after a prefill.
   decode_tokens: the most tokens of a decode over a pool with a ring, at most as many as the ring holds; static, None
     for 1. state_indices are then [N]. None where there is no ring.
   block_state_indices: int32 [N, M], the slot of the state after every block of `block_size` tokens of a prefill,
@@ -298,14 +297,14 @@ def _with_call(text: str, function: str, arrays: list[str]) -> str:
     filled = {
         "function": function,
         "arrays": ", ".join(arrays),
-        "shapes": by_shape([(name, re.findall(r"\[.*?\]", entries[name])[0]) for name in arrays]),
+        "shapes": by_shape([(name, shape[0]) for name in arrays if (shape := re.search(r"\[.*?\]", entries[name]))]),
         "names": ", ".join(name for name, _ in results),
         "results": by_shape(results),
     }
     for name, value in filled.items():
         text = text.replace(f"{{{name}}}", value)
-    # No line ends inside of a shape.
-    wrap = lambda line: textwrap.fill(line[0].replace(", ", ",\0"), 120).replace("\0", " ")
+    # A line ends after a semicolon, not inside of a shape.
+    wrap = lambda line: textwrap.fill(re.sub("(?<!;) ", "\0", line[0]), 120).replace("\0", " ")
     return re.sub(r"^Shapes: .*$", wrap, text, count=1, flags=re.MULTILINE)
 
 

@@ -27,8 +27,13 @@ def unless_unread(whole: Callable, part: Callable, *args: Any) -> tuple[Any, Any
     differentiable.
 
     It is made from `optimize_remat` of JAX: where nobody reads the residuals of a custom_vjp, the function itself runs
-    in the place of its forward rule. So `rest` is the residual here, and comes out as the cotangent of `spare`, an
-    argument of the same shape that the function does not read.
+    in the place of its forward rule. `rest` has to be such a residual, and yet a result. So it takes this way::
+
+        forward rule:   args -> whole(*args) -> kept, and rest as the residual
+        backward rule:  rest -> the cotangent of `spare`, which is an argument of the shape of rest that nothing reads
+
+    The pullback is called at once, with zeros: its result is `rest`. If nobody reads this result, nobody reads the
+    residual, and JAX runs part(*args).
 
     Args:
       whole: returns (kept, rest), trees of arrays of floating type.

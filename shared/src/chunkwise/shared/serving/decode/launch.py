@@ -17,8 +17,8 @@ from chunkwise.shared.serving.decode.refs import DecodeRefs
 from chunkwise.shared.serving.state_pool import StatePool
 
 # The most states of a grid step, the most value heads, and the most tokens of a decode: the kernel has code for each of
-# them. Over rings most states are only read, and more sequences fill the time in which products wait for others. There
-# are more states of several tokens of a sequence, too, because only one of them is read.
+# them. Two kinds of steps take _MORE_STATES: decodes over rings, which write few states and need many sequences to fill
+# the time in which products wait; and decodes of several tokens, which read one state for all states that they write.
 _STATES = 32
 _MORE_STATES = 64
 MOST_HEADS = 64

@@ -109,12 +109,13 @@ class BufferRefs(NamedTuple):
     Attributes:
       conv_in: buffers of slots of the convolutions, [2, n, W - 1, channels] each; conv_out: the same, or for decodes of
         several tokens [2, n, tokens, W - 1, channels].
-      before, after, scale_in, scale_out: buffers of slots, [2, n, ...], of those that are written [2, n, targets, ...]
-        if a sequence writes several.
+      before, scale_in: the states and scales that are read, [2, n, ...].
+      after, scale_out: the states and scales that are written, [2, n, ...], or [2, n, targets, ...] if a sequence
+        writes several states.
       ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
-      new_key, new_write, new_gate: buffers of tokens that are added to rings, [2, n, H, K] and [2, n, HV, V], and of
-        their gates, [2, n, HV, K], or of all gates of rings, [2, n, L, HV]. Those of several tokens have a dimension
-        of tokens after n.
+      new_key, new_write: the tokens that are added to rings, [2, n, H, K] and [2, n, HV, V]; decodes of several tokens
+        have a dimension of tokens after n.
+      new_gate: gates per channel of these tokens, [2, n, HV, K], or all gates per head of the rings, [2, n, L, HV].
       counts, drafts_of: int32 [slots] in scalar memory, the numbers of tokens of rings.
     """
 
