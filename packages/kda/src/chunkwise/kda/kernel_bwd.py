@@ -153,9 +153,9 @@ def _token_gradients(
         tensors = q[pack], erase[pack], k[pack]
         by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
     *by_pack, of_pairs = zip(*by_pack, strict=True)
-    d_rows, d_columns = (jnp.concatenate(y) for y in by_pack)  # [heads, 2 C, K], [heads, C, K]
-    by_level = of_pairs[0] is not None
-    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, by_level)
+    # [heads, 2 C, K], [heads, C, K] and [heads, C, K] or None
+    d_rows, d_columns, terms = (None if y[0] is None else jnp.concatenate(y) for y in by_pack)
+    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, terms)
     dg = tile_bwd.gate_gradients(later, earlier, of_pairs, same, dtype)  # [C, heads K]
     if refs.law is not None:
         dg = through_law(refs, valid, dg, static)

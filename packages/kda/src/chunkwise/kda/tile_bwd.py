@@ -65,58 +65,83 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
       p: heads of a pack.
 
     Returns:
-      The gradients of the rows [h, 2 C, K], and of k as columns [h, C, K]; and of the gates [C, h K], or None if
-      `chunk_bwd_tile` has to find them in the other two.
+      The gradients of the rows [h, 2 C, K], and of k as columns [h, C, K]; and for the gates the terms of all pairs
+      [h, C, K], a part of `later` in `chunk_bwd_tile`, or with `sums_by_level` the gradients through pairs [C, h K].
+      The other one is None.
     """
     operand, crossing = matmul.operand_dtype(dtype), []
+    by_level, early = sums_by_level(decays, dtype), decays.erased is not None
+    # A term has both factors as the products have them, rounded: so a pair has one term, as a row and as a column.
+    rounded = lambda x: x.astype(operand).astype(jnp.float32)
     stacked, transposed = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
     pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
     pairs_T = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
     split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
+    terms = None if by_level else jnp.zeros_like(k)
     for index, b, by_column, by_row in tile.level_factors(decays):
         if b is None:  # all rows and columns take part, and the table selects pairs
-            columns, decayed = k * by_column, stacked * by_row  # [h, C, K], [h, 2 C, K]
+            rows, columns = stacked * by_row, k * by_column  # [h, 2 C, K], [h, C, K]
+            all_rows, all_columns = rows, columns
             of_rows, of_columns = split, transposed
             on_rows, on_columns = pairs == index, pairs_T == index
         else:  # only rows of right halves and columns of left halves have pairs; other rows and columns are zeros
-            columns = tile.halves(k, b)[0] * by_column  # [h, C / 2, K]
-            columns = tile.join_halves(columns, columns, b)  # [h, C, K]
-            decayed = tile.halves(stacked, b)[1] * by_row  # [h, C, K]
-            decayed = tile.join_halves(decayed, decayed, b)  # [h, 2 C, K]
+            rows, columns = tile.halves(stacked, b)[1] * by_row, tile.halves(k, b)[0] * by_column  # [h, C or C / 2, K]
+            all_rows, all_columns = tile.join_halves(rows, rows, b), tile.join_halves(columns, columns, b)
             of_rows = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
             of_columns = tile.halves(transposed, b)[0]  # [h, C / 2, 2 C]
             on_rows, on_columns = tile.halves(pairs, b)[1] == index, tile.halves(pairs_T, b)[0] == index
         # [n, 2 C or C, parts p C]
         of_rows = packed.concat_lanes([jnp.where(on_rows, y, 0.0).astype(operand) for y in of_rows])
-        add_rows = by_row * packed.multiply_packed(of_rows, columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
+        of_rows = packed.multiply_packed(of_rows, all_columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
         column_parts = packed.split_bf16(jnp.where(on_columns, of_columns, 0.0), dtype)  # each [h, C or C / 2, 2 C]
-        product = matmul.dot(
-            packed.concat_lanes(column_parts), packed.concat_rows([decayed.astype(operand)] * len(column_parts))
+        of_columns = matmul.dot(
+            packed.concat_lanes(column_parts), packed.concat_rows([all_rows.astype(operand)] * len(column_parts))
         )  # [h, C or C / 2, K]
-        add_columns = by_column * product  # [h, C or C / 2, K]
-        if sums_by_level(decays, dtype):
-            of_rows, of_columns = add_rows, add_columns
+        d_rows, d_columns = _add(d_rows, None, by_row * of_rows, b), _add(d_columns, by_column * of_columns, None, b)
+        of_rows, of_columns = rounded(rows) * of_rows, rounded(columns) * of_columns
+        if by_level:
             if b is not None:
                 of_rows = tile.join_halves(jnp.zeros_like(of_rows), of_rows, b)  # [h, 2 C, K]
                 of_columns = tile.join_halves(of_columns, jnp.zeros_like(of_columns), b)  # [h, C, K]
-            terms = _level_terms(stacked * of_rows, k * of_columns, index, decays.erased is not None)
-            crossing.append((_crossing(k.shape[1], index), terms))
-        if b is None:
-            d_rows, d_columns = d_rows + add_rows, d_columns + add_columns
+            crossing.append((_crossing(k.shape[1], index), _level_terms(of_rows, of_columns, index, early)))
         else:
-            untouched, right = tile.halves(d_rows, b)
-            d_rows = tile.join_halves(untouched, right + add_rows, b)  # [h, 2 C, K]
-            left, untouched = tile.halves(d_columns, b)
-            d_columns = tile.join_halves(left + add_columns, untouched, b)  # [h, C, K]
-    return d_rows, d_columns, sum_over_rows(crossing, dtype) if crossing else None
+            terms = _add_terms(terms, of_rows, of_columns, b, early)
+    return d_rows, d_columns, terms, sum_over_rows(crossing, dtype) if by_level else None
+
+
+def _add(x, left, right, b):
+    """Return x [h, R, D] with `left` added to left and `right` to right halves as `tile.halves` has them, if not None.
+
+    Without a b, each is added to all rows.
+    """
+    if b is None:
+        for y in (left, right):
+            x = x if y is None else x + y
+        return x
+    parts = zip(tile.halves(x, b), (left, right), strict=True)
+    return tile.join_halves(*(y if more is None else y + more for y, more in parts), b)
+
+
+def _add_terms(terms, of_rows, of_columns, b, erase_before_decay: bool):
+    """Return terms [h, C, K] plus the terms of the rows of a level, less the terms of its columns."""
+    queries, erase = jnp.split(of_rows, 2, axis=1)  # each [h, C or C / 2, K]
+    if erase_before_decay:  # the decays of a row of erase keys end with the gate of the row before
+        terms, of_rows = terms + moved_up(_add(jnp.zeros_like(terms), None, erase, b)), queries
+    else:
+        of_rows = queries + erase
+    if b is None:
+        return terms + (of_rows - of_columns)
+    left, right = tile.halves(terms, b)
+    return tile.join_halves(left - of_columns, right + of_rows, b)
 
 
 def sums_by_level(decays: tile.ChannelDecays, dtype) -> bool:
     """Return whether gates get their gradients level by level, from the pairs around them alone.
 
     As a sum over all pairs whose row is not before the gate, less a sum over all pairs whose column is not before it,
-    the pairs after a gate cancel but for rounding, which may be far more than the gradient of a strong gate. The sums
+    the pairs after a gate cancel but for rounding. With the same factors on both sides this is the rounding of float32
+    sums, which is far below that of bfloat16 tensors, and in float32 may exceed the gradient of a strong gate. The sums
     by level take more time, so they are for tensors whose products keep float32, and for gates without a bound.
     """
     return decays.base is None and matmul.operand_dtype(dtype) == jnp.float32
@@ -233,36 +258,32 @@ def _of_neighbours(dR, v_new, same):
     return found if same is None else jnp.where(tile.continuing(same) == 0.0, 0.0, found)
 
 
-def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, by_level: bool):
+def chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, terms):
     """Return the gradients of queries, erase keys and keys [h, C, K], and `later` and `earlier` for the gates.
 
     `later` [h, C, K] has the terms of a row in the gradients of its gate and all earlier gates, and `earlier` the terms
     of a row in the gradients of all later gates. The gradient of a gate is a sum of both, over later and over earlier
-    rows; as a difference of cumulative sums it would cancel where gates are strong. With gradients `by_level` the terms
-    are only those through the states.
+    rows; as a difference of cumulative sums it would cancel where gates are strong.
 
     Args:
       q, e, k: [h, C, K] float32, q scaled; e is None where k erases, whose gradient is then the sum for both.
       d_rows, d_columns: the results of `interaction_bwd_tile`.
       of_state: the last results of `outer_bwd_tile`.
-      by_level: whether `interaction_bwd_tile` gives the gradients of gates through pairs of rows.
+      terms: the terms of pairs of rows in `later`, or None if `interaction_bwd_tile` gives the gates' gradients itself.
     """
     C, (d_start, d_end, d_itself, of_gates, of_neighbours) = k.shape[1], of_state
-    d_rows = d_rows + d_start  # [h, 2 C, K]
     last = _row_numbers(k) == C - 1
-    dq, de = d_rows[:, :C] + d_itself * k, d_rows[:, C:]
-    of_rows, of_columns = (d_start, 0.0) if by_level else (d_rows, d_columns)
-    if e is None:
-        of_keys, dk = k * (of_rows[:, C:] - of_columns), de + d_columns + d_end + d_itself * q
-    elif of_neighbours is not None:
-        # The decays of a row of erase keys end with the gate of the row before.
-        of_keys = moved_up(e * of_rows[:, C:]) - k * of_columns
-        dk = d_columns + d_end + d_itself * q + moved_up(of_neighbours * e)
-        de = de + of_neighbours * moved_down(k)
+    dq, de, dk = d_rows[:, :C] + d_start[:, :C] + d_itself * k, d_rows[:, C:] + d_start[:, C:], d_columns + d_end
+    dk = dk + d_itself * q
+    later = q * d_start[:, :C] + jnp.where(last, of_gates, 0.0)
+    if of_neighbours is None:
+        later = later + (k if e is None else e) * d_start[:, C:]
     else:
-        of_keys, dk = e * of_rows[:, C:] - k * of_columns, d_columns + d_end + d_itself * q
-    later = q * of_rows[:, :C] + of_keys + jnp.where(last, of_gates, 0.0)  # [h, C, K]
-    return dq, de, dk, later, k * d_end
+        # The decays of a row of erase keys end with the gate of the row before.
+        later = later + moved_up(e * d_start[:, C:])
+        dk, de = dk + moved_up(of_neighbours * e), de + of_neighbours * moved_down(k)
+    later = later if terms is None else later + terms
+    return dq, de, (dk + de if e is None else dk), later, k * d_end
 
 
 def sum_over_rows(terms, dtype):
