@@ -49,7 +49,7 @@ def weights_of(model: train.Model) -> tuple[qwen3_5.Config, qwen3_5.Model]:
                 scale(mixer.k_norm), kernel(mixer.out),
             )  # fmt: skip
         else:
-            weights = mixer.weights.get_value()
+            weights = mixer.weights
         perceptron = Mlp(*(kernel(layer) for layer in (found.gate, found.up, found.down)))
         return qwen3_5.Block(scale(found.norms[0]), weights, scale(found.norms[1]), perceptron)
 

@@ -1,6 +1,6 @@
 """A byte-level language model of Python's standard library: three delta layers to one of attention, as in Qwen3.5.
 
-    python -m pip install ./packages/layers flax optax orbax-checkpoint matplotlib
+    python -m pip install ".[flax]" optax orbax-checkpoint matplotlib
     python examples/train.py                                      # in a few minutes on 2 cores
     python examples/train.py --mesh data=2,sequence=2,heads=2
 
@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from blocks import rotate
-from chunkwise.layers import GatedDeltaNetConfig, decayed, gated_delta_net, init_gated_delta_net, shardings
+from chunkwise.integrations.nnx import GatedDeltaNet, named
+from chunkwise.layers import GatedDeltaNetConfig, decayed, shardings
 from library import read_library, report
 
 AXES = {"data": "batch", "sequence": "tokens", "heads": "heads"}  # of the mesh, and what they divide
@@ -35,18 +36,6 @@ AXES = {"data": "batch", "sequence": "tokens", "heads": "heads"}  # of the mesh,
 def linear(rows, columns, spec, rngs):
     """Return a matrix without a bias, which lies on the mesh as a PartitionSpec says."""
     return nnx.Linear(rows, columns, use_bias=False, rngs=rngs, kernel_metadata={"out_sharding": spec})
-
-
-class DeltaNet(nnx.Module):
-    """A gated DeltaNet. Its weights are one parameter: the tree that chunkwise.layers has for them."""
-
-    def __init__(self, config, on, rngs):
-        self.config, self.on = config, on
-        self.weights = nnx.Param(jax.device_put(init_gated_delta_net(rngs.params(), config), on.weights))
-
-    def __call__(self, x, segment_ids):
-        options = dict(segment_ids=segment_ids, sharding=self.on.values)
-        return gated_delta_net(x, self.weights.get_value(), self.config, **options)[0]
 
 
 class Attention(nnx.Module):
@@ -76,13 +65,13 @@ class Block(nnx.Module):
     """A layer that mixes tokens, and an MLP for each token."""
 
     def __init__(self, mixer, config, on, rngs):
-        D, inner, self.mixer = config.D, 2 * config.D, mixer(config, on, rngs)
+        D, inner, self.mixer = config.D, 2 * config.D, mixer(rngs)
         self.gate, self.up = (linear(D, inner, on.weights.v, rngs) for _ in range(2))
         self.down = linear(inner, D, on.weights.out, rngs)
         self.norms = nnx.List(nnx.RMSNorm(D, rngs=rngs) for _ in range(2))
 
     def __call__(self, x, segment_ids):
-        x = x + self.mixer(self.norms[0](x), segment_ids)
+        x = x + self.mixer(self.norms[0](x), segment_ids=segment_ids)
         y = self.norms[1](x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 
@@ -91,9 +80,12 @@ class Model(nnx.Module):
     """A language model over bytes. Byte 0 begins a file."""
 
     def __init__(self, config, mesh, rngs):
-        self.on = on = shardings(config, {AXES[axis]: axis for axis in mesh.axis_names}, mesh)
+        axes = {AXES[axis]: axis for axis in mesh.axis_names}
+        self.on = on = shardings(config, axes, mesh)
+        delta = lambda rngs: GatedDeltaNet(config, rngs=rngs, mesh_axes=axes)
+        attention = lambda rngs: Attention(config, on, rngs)
         self.embedding = nnx.Embed(256, config.D, rngs=rngs)
-        self.blocks = nnx.List(Block(mixer, config, on, rngs) for mixer in (DeltaNet, DeltaNet, DeltaNet, Attention))
+        self.blocks = nnx.List(Block(mixer, config, on, rngs) for mixer in (delta, delta, delta, attention))
         self.norm, self.head = nnx.RMSNorm(config.D, rngs=rngs), linear(config.D, 256, None, rngs)
 
     def __call__(self, tokens):
@@ -121,8 +113,9 @@ def decayed_weights(model):
     """Return which weights take weight decay: of a delta layer those that it says, else matrices and not vectors."""
     mask = jax.tree.map(lambda x: x.ndim > 1, model)
     for block in mask.blocks:
-        if isinstance(block.mixer, DeltaNet):
-            block.mixer.weights.set_value(decayed(block.mixer.config))
+        if isinstance(block.mixer, GatedDeltaNet):
+            for name, flag in named(decayed(block.mixer.config)).items():
+                getattr(block.mixer, name).set_value(flag)
     return mask
 
 

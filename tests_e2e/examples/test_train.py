@@ -18,6 +18,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import train
+from chunkwise.integrations.nnx import GatedDeltaNet
+from chunkwise.integrations.nnx import named as nnx_names
 from chunkwise.layers import GatedDeltaNetConfig, load_gated_delta_net
 from library import compare, entropy, read_library
 
@@ -153,8 +155,9 @@ def copy_weights(model, named: dict) -> None:
             fill(getattr(block, name), f"{prefix}mlp.{name}_proj")
         for norm, name in zip(block.norms, ("input", "post_attention"), strict=True):
             fill(norm, f"{prefix}{name}_layernorm")
-        if isinstance(mixer, train.DeltaNet):
-            mixer.weights.set_value(load_gated_delta_net(named, CONFIG, f"{prefix}linear_attn."))
+        if isinstance(mixer, GatedDeltaNet):
+            for name, weight in nnx_names(load_gated_delta_net(named, CONFIG, f"{prefix}linear_attn.")).items():
+                getattr(mixer, name).set_value(weight)
             continue
         for name in ("q", "k", "v"):
             fill(getattr(mixer, name), f"{prefix}self_attn.{name}_proj")

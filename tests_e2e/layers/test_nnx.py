@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise import layers
-from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, place
+from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, named, place
 from chunkwise.shared.testing.compare import assert_close
 from tests.nnx_modules import CONFIGS
 
@@ -24,14 +24,13 @@ THOROUGH = dict(test_a_module_is_the_layer=lambda kind: kind is GatedDeltaNet2)
 
 @KINDS
 def test_a_module_is_the_layer(kind):
-    """New weights are those of the layer, one nnx.Param each; a prompt in pieces gives what it gives as a whole."""
+    """New weights are those of the layer, one attribute each; a prompt in pieces gives what it gives as a whole."""
     config = CONFIGS[kind]
     module = kind(config, rngs=nnx.Rngs(0))
     weights = kind.init(nnx.Rngs(0).params(), config)
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
-    names = {name for name in weights._fields if jax.tree.leaves(getattr(weights, name))}
-    assert {path[:2] for path in paths} == {("weights", name) for name in names}
-    assert len(paths) == len(jax.tree.leaves(weights))
+    assert sorted(paths) == sorted((name,) for name in named(weights))
+    jax.tree.map(np.testing.assert_array_equal, module.weights, weights)
     whole = kind.run(X, weights, config)[0]
     module.init_cache(2)
     step = nnx.jit(lambda module, x: module(x, decode=True))
@@ -83,7 +82,7 @@ def test_stacked_layers_train():
     modules, run = stack(GatedDeltaNet, 2)
     loss = lambda modules, x: jnp.mean(run(x, modules) ** 2)
     value, gradients = nnx.jit(nnx.value_and_grad(loss))(modules, X)
-    weights = jax.tree.map(lambda x: x.get_value(), modules.weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    weights = modules.weights
 
     def plain(weights):
         x = X
@@ -92,8 +91,8 @@ def test_stacked_layers_train():
         return jnp.mean(x**2)
 
     want = jax.jit(jax.grad(plain))(weights)
-    for got, ref in zip(jax.tree.leaves(gradients["weights"]), jax.tree.leaves(want._asdict()), strict=True):
-        assert_close("gradient", got, ref, 1e-5)
+    for name, ref in named(want).items():
+        assert_close(name, gradients[name].get_value(), ref, 1e-5)
     optimizer = nnx.Optimizer(modules, optax.sgd(0.1), wrt=nnx.Param)
     optimizer.update(modules, gradients)
     assert loss(modules, X) < value
@@ -111,9 +110,9 @@ def test_one_device_in_a_mesh(kind):
         state = nnx.state(module, nnx.Param)
         specs = nnx.get_partition_spec(state)
     assert_close("y", y, want, 1e-6)
-    assert specs["weights"]["out"].get_value() == PartitionSpec("model", None)
+    assert specs["out"].get_value() == PartitionSpec("model", None)
     again = place(jax.tree.map(np.asarray, state), mesh, specs)
-    assert again["weights"]["out"].get_value().sharding == NamedSharding(mesh, PartitionSpec("model", None))
+    assert again["out"].get_value().sharding == NamedSharding(mesh, PartitionSpec("model", None))
 
 
 def test_place_takes_a_spec_for_a_part():

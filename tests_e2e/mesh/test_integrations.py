@@ -35,7 +35,7 @@ def test_rows_tokens_and_heads(kind, mode):
     with jax.set_mesh(mesh):
         module = make()
         got = train(module, place(X, mesh, P("a", "b")))
-    assert normal(module.weights.out.get_value().sharding.spec) == [("c",)]
+    assert normal(module.out.get_value().sharding.spec) == [("c",)]
     for y, ref in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close("value or gradient", y, np.asarray(ref, np.float64), 2e-5)
 

@@ -10,11 +10,34 @@ import jax.numpy as jnp
 from flax import nnx
 
 from chunkwise import layers
-from chunkwise.integrations import mesh
-from chunkwise.layers import layer, parameters, place
+from chunkwise.integrations import mesh, quantized
+from chunkwise.layers import layer, parameters, place, sharding
 from chunkwise.shared.call import checks, unknown_arguments
 
-__all__ = ["GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "LightningAttention", "Mamba2Mixer", "place"]
+__all__ = [
+    "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "KimiDeltaAttention",
+    "LightningAttention",
+    "Mamba2Mixer",
+    "named",
+    "place",
+]
+
+
+def named(weights: Any) -> dict[str, Any]:
+    """Return what a tuple of weights has under the names of a module's attributes.
+
+    The parts of a tuple inside get numbers: `conv` becomes `conv_0`, `conv_1` and `conv_2`.
+
+    Args:
+      weights: weights of a layer, such as `GatedDeltaNetWeights`, or another tree of its class, such as
+        `shardings(...).weights` and `decayed(config)`.
+    """
+    found = {}
+    for name, part in weights._asdict().items():
+        found |= {f"{name}_{i}": x for i, x in enumerate(part)} if type(part) is tuple else {name: part}
+    return found
 
 
 class _Layer(nnx.Module):
@@ -32,28 +55,14 @@ class _Layer(nnx.Module):
       implementation: the implementation of the operator, "xla", "staged" or "fused"; None for the best.
 
     Attributes:
-      weights: the weights of the layer, such as `GatedDeltaNetWeights`; each of them is an nnx.Param.
+      q, k, v, out, ...: the weights, each an nnx.Param under its name in the weights of the layer, such as
+        `GatedDeltaNetWeights`. The arrays of a tuple there have numbers: `conv_0`, `conv_1`, `conv_2`.
+      weights: all of them as the layer of `chunkwise.layers` takes them, arrays without nnx.Param.
       cache: what the layer remembers of the tokens so far, a `Cache` of nnx.Cache; None until `init_cache`.
     """
 
     init: ClassVar[Callable]
     run: ClassVar[Callable]
-
-    def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(**options)
-        # All layers have the same arguments and attributes, and a reader looks for them in the class of a layer.
-        first, common = (inspect.cleandoc(x.__doc__ or "") for x in (cls, _Layer))
-        cls.__doc__ = first + "\n\n" + common.partition("\n\n")[2]
-        # Python's errors name a method with the class in which it is written.
-        for name in ("__init__", "__call__", "init_cache"):
-            f: Any = vars(_Layer)[name]
-            copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
-            copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
-            copy.__qualname__ = f"{cls.__qualname__}.{name}"
-            setattr(cls, name, unknown_arguments.explained(copy, layer.INSTEAD))
-        # The metaclass of flax has a call with any arguments, which hides the signature.
-        signature = inspect.signature(cls.__init__)
-        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __init__(
         self, config: layers.LayerConfig, weights: Any = None, *, rngs: nnx.Rngs | None = None, param_dtype=jnp.float32,
@@ -68,8 +77,32 @@ class _Layer(nnx.Module):
         # flax hashes attributes that are no arrays.
         self.mesh_axes = None if mesh_axes is None else tuple(mesh_axes.items())
         tree = weights if rngs is None else type(self).init(rngs.params(), config, param_dtype)
-        self.weights = nnx.data(self._variables(nnx.Param, tree, "weights"))
+        for name, weight in named(self._variables(nnx.Param, tree, "weights")).items():
+            setattr(self, name, weight)
         self.cache = nnx.data(None)
+
+    @property
+    def weights(self) -> Any:
+        """The weights as the layer of `chunkwise.layers` takes them."""
+        return self._with_weights(self._read)
+
+    def _read(self, name: str) -> Any:
+        return nnx.as_pure(getattr(self, name))
+
+    def _read_projection(self, name: str) -> Any:
+        """Return a weight, and a projection as a function."""
+        decays = named(layers.decayed(self.config))
+        projections = [each for each, flag in decays.items() if flag and not each.startswith("conv")]
+        return quantized.Projection(self, name, projections) if name in projections else self._read(name)
+
+    def _with_weights(self, read: Callable[[str], Any]) -> Any:
+        """Return the weights of the layer, given a function that reads an attribute."""
+        definition = sharding.LAYERS[type(self.config)]
+        parts = definition.split(self.config).items()
+        several = lambda name, part: tuple(read(f"{name}_{i}") for i in range(len(part)))
+        return definition.weights(**{
+            name: several(name, part) if type(part) is tuple else read(name) for name, part in parts
+        })  # fmt: skip
 
     def _variables(self, kind: Callable, tree: Any, name: str) -> Any:
         """Return arrays as variables, which flax lays on the mesh that is set."""
@@ -108,7 +141,8 @@ class _Layer(nnx.Module):
           ValueError: an argument has the wrong shape or type, or `decode` comes before `init_cache`.
         """
         checks.check(not decode or self.cache is not None, "`decode` must be False before `init_cache`; got True.")
-        weights, cache = nnx.as_pure((self.weights, self.cache))
+        cache = nnx.as_pure(self.cache)
+        weights = self._with_weights(self._read_projection) if quantized.is_wrapped(self) else self.weights
         y, after = type(self).run(
             x, weights, self.config, cache if decode else None, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
             padding_id=padding_id, implementation=self.implementation, **mesh.division(self.config, self.mesh_axes),
@@ -119,46 +153,51 @@ class _Layer(nnx.Module):
         return y
 
 
+def _module(config: type[layers.LayerConfig]) -> Callable[[type[_Layer]], type[_Layer]]:
+    """Return a decorator that makes a class the module of the layer of a config, with its documentation."""
+    definition = sharding.LAYERS[config]
+
+    def decorate(cls: type[_Layer]) -> type[_Layer]:
+        cls.init, cls.run = map(staticmethod, (definition.random_weights, definition.over_sequences))
+        # All layers have the same arguments and attributes, and a reader looks for them in the class of a layer.
+        common = inspect.cleandoc(_Layer.__doc__ or "").partition("\n\n")[2]
+        equations = f"`chunkwise.layers.{definition.name}` has the equations."
+        cls.__doc__ = "\n\n".join((inspect.cleandoc(cls.__doc__ or ""), equations, common))
+        # Python's errors name a method with the class in which it is written.
+        for name in ("__init__", "__call__", "init_cache"):
+            f: Any = vars(_Layer)[name]
+            copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
+            copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
+            copy.__qualname__ = f"{cls.__qualname__}.{name}"
+            setattr(cls, name, unknown_arguments.explained(copy, layer.INSTEAD))
+        # The metaclass of flax has a call with any arguments, which hides the signature.
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+        return cls
+
+    return decorate
+
+
+@_module(layers.GatedDeltaNetConfig)
 class GatedDeltaNet(_Layer):
-    """The gated DeltaNet of Qwen3-Next, Qwen3.5 and OLMo-hybrid, as a module.
-
-    `chunkwise.layers.gated_delta_net` has the equations.
-    """
-
-    init, run = staticmethod(layers.init_gated_delta_net), staticmethod(layers.gated_delta_net)
+    """The gated DeltaNet of Qwen3-Next, Qwen3.5 and OLMo-hybrid, as a module."""
 
 
+@_module(layers.GatedDeltaNet2Config)
 class GatedDeltaNet2(_Layer):
-    """Gated DeltaNet 2, whose delta rule has erase and write gates, as a module.
-
-    `chunkwise.layers.gated_delta_net2` has the equations.
-    """
-
-    init, run = staticmethod(layers.init_gated_delta_net2), staticmethod(layers.gated_delta_net2)
+    """Gated DeltaNet 2, whose delta rule has erase and write gates, as a module."""
 
 
+@_module(layers.KimiDeltaAttentionConfig)
 class KimiDeltaAttention(_Layer):
-    """Kimi delta attention, the layer of Kimi-Linear, Kimi-K3 and Ling 3.0, as a module.
-
-    `chunkwise.layers.kimi_delta_attention` has the equations.
-    """
-
-    init, run = staticmethod(layers.init_kimi_delta_attention), staticmethod(layers.kimi_delta_attention)
+    """Kimi delta attention, the layer of Kimi-Linear, Kimi-K3 and Ling 3.0, as a module."""
 
 
+@_module(layers.Mamba2Config)
 class Mamba2Mixer(_Layer):
-    """The mixer of Mamba-2, as a module.
-
-    `chunkwise.layers.mamba2_mixer` has the equations.
-    """
-
-    init, run = staticmethod(layers.init_mamba2_mixer), staticmethod(layers.mamba2_mixer)
+    """The mixer of Mamba-2, as a module."""
 
 
+@_module(layers.LightningAttentionConfig)
 class LightningAttention(_Layer):
-    """Lightning attention, the layer of MiniMax, as a module.
-
-    `chunkwise.layers.lightning_attention` has the equations.
-    """
-
-    init, run = staticmethod(layers.init_lightning_attention), staticmethod(layers.lightning_attention)
+    """Lightning attention, the layer of MiniMax, as a module."""

@@ -265,7 +265,11 @@ class Definition(Generic[Config, Weights]):
         parameters.check_input(x, config, over)
         parameters.check_weights(weights, self.random_weights, config)
         valid = over.valid_tokens(x)
-        return (x if valid is None else _without_padding(x, valid, weights)), valid
+        if valid is None:
+            return x, None
+        # Gradients of weights in functions cannot be seen here.
+        seen = not any(map(callable, jax.tree.leaves(weights)))
+        return (_without_padding(x, valid, weights) if seen else chunking.select_tokens(valid, x)), valid
 
     def _named(self, prefix: str, function: Any, signature: Any, doc: str | None) -> Any:
         """Return a function with its name for users, and with the types and the documentation of its signature."""

@@ -422,9 +422,12 @@ def convolve_heads(
 
 
 def project(x, *factors):
-    """Return x [B, T, D] times matrices, in the type of x, under the name by which `remat_policy` keeps it."""
+    """Return x [B, T, D] times matrices, in the type of x, under the name by which `remat_policy` keeps it.
+
+    A matrix may be a function of x, and of the sharding of its result, that returns the product.
+    """
     for factor in factors:
-        x = x @ factor.astype(x.dtype)
+        x = factor(x) if callable(factor) else x @ factor.astype(x.dtype)
     return checkpoint_name(x, _PROJECTED)
 
 
@@ -433,4 +436,6 @@ def project_out(o, weight, x):
     flat = o.reshape(*o.shape[:2], -1).astype(x.dtype)
     sharding = jax.typeof(x).sharding
     explicit = {"out_sharding": sharding} if any(entry is not None for entry in jax.typeof(flat).sharding.spec) else {}
+    if callable(weight):
+        return weight(flat, **explicit)
     return jnp.einsum("btc,cd->btd", flat, weight.astype(x.dtype), **explicit)

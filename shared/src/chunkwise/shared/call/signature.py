@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from chunkwise.shared import tuning
-from chunkwise.shared.call import docstrings, unknown_arguments
+from chunkwise.shared.call import docstrings, unknown_arguments, untouched
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.call.gates import GateActivation
 
@@ -53,7 +53,8 @@ def by_name(
             # The body is empty: this call only makes Python raise its error where the arguments do not fit.
             check(*args, **kwargs)
             warn_chunk_size(args[scale] if scale is not None and len(args) > scale else None)
-            return run(*split(defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+            named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+            return untouched.run(run, *split(named))
 
         return cast("Function", call)
 
