@@ -46,6 +46,7 @@ HOSTS = {
     "maxtext": ((EXTRA.format("maxtext"), "maxtext==0.2.5"), ()),
     "levanter": ((EXTRA.format("levanter"), "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
+    "qwix": ((EXTRA.format("nnx"), "qwix==0.1.8"), ()),
     # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
     "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),
     "flash-linear-attention": (("torch==2.13.0", "jax", "einops"), ("fla-core==0.6.0",)),

@@ -3,7 +3,7 @@
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -153,12 +153,15 @@ class _Layer(nnx.Module):
         return y
 
 
-def _module(config: type[layers.LayerConfig]) -> Callable[[type[_Layer]], type[_Layer]]:
+Kind = TypeVar("Kind", bound=type[_Layer])
+
+
+def _module(config: type[layers.LayerConfig]) -> Callable[[Kind], Kind]:
     """Return a decorator that makes a class the module of the layer of a config, with its documentation."""
     definition = sharding.LAYERS[config]
 
-    def decorate(cls: type[_Layer]) -> type[_Layer]:
-        cls.init, cls.run = map(staticmethod, (definition.random_weights, definition.over_sequences))
+    def decorate(cls: Kind) -> Kind:
+        cls.init, cls.run = staticmethod(definition.random_weights), staticmethod(definition.over_sequences)
         # All layers have the same arguments and attributes, and a reader looks for them in the class of a layer.
         common = inspect.cleandoc(_Layer.__doc__ or "").partition("\n\n")[2]
         equations = f"`chunkwise.layers.{definition.name}` has the equations."
