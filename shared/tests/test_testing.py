@@ -4,17 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels.matmul import dot
-from chunkwise.shared.testing.cases import CASES, Case
+from chunkwise.shared.testing.cases import CASES
 from chunkwise.shared.testing.compare import assert_close, assert_gradients, error, numeric_gradients, with_gradients
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, poison_padding, spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products, text_for_tpu
-from tests.compiled import product_flops
-from tests.transforms import TRANSFORMS, assert_traced_once, assert_transform
+from tests.transforms import assert_traced_once
 
 
 def test_error():
@@ -51,13 +49,6 @@ def test_make_inputs(gate):
     assert (np.asarray(x["g"]) <= 0).all()
     again = make_inputs(2, 9, 2, 4, 3, 5, dtype=jnp.bfloat16, gate=gate, per_channel=True, num_states=2)
     jax.tree.map(np.testing.assert_array_equal, x, again)
-
-
-def test_make_inputs_options():
-    x = make_inputs(T=5, K=4, repeat_key=True, beta=1.9)
-    np.testing.assert_array_equal(x["k"][:, 1:], x["k"][:, :-1])
-    np.testing.assert_allclose(jnp.linalg.norm(x["k"], axis=-1), 1.0, rtol=1e-6)
-    assert (x["beta"] == jnp.float32(1.9)).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -100,25 +91,6 @@ def test_cases_hold_what_they_promise():
     assert any(c.HV > c.H > 1 for c in CASES)
 
 
-def test_a_case_has_all_results_and_spoils_padding():
-    case = Case(T=20, K=4, V=2, chunk_size=16, dtype="bfloat16", lengths=(3, 0, 15))
-    assert str(case) == "B1-T20-H1-HV1-K4-V2-c16-bfloat16-logsigmoid-packed3"
-    np.testing.assert_array_equal(case.cu_seqlens, [0, 3, 3, 18])
-    x = case.arguments()
-    assert x["k"].dtype == jnp.bfloat16
-    assert {"g_cum", "A", "A_inv", "w", "u", "h", "v_new", "o", "final_state"} <= x.keys()
-    for name, y in x.items():
-        assert np.isfinite(y).all() == (name in ("h", "initial_state", "final_state"))
-    gates = case.channel_gates()
-    assert gates.shape == (1, 20, 1, 4)
-    np.testing.assert_array_equal(gates[:, 18:], 0.0)
-    o = x["o"].at[:, 18:].set(0.0)
-    assert case.assert_close("o", o, o) == 0.0
-    with pytest.raises(AssertionError, match="o: padding must be zero"):
-        case.assert_close("o", o + 1.0, o)
-    assert Case().cu_seqlens is None
-
-
 def test_numeric_gradients():
     grads = numeric_gradients(lambda x, y: x**2 * y, dict(x=np.array([1.0, 2.0]), y=np.array([3.0, 4.0])), [np.ones(2)])
     np.testing.assert_allclose(grads["x"], [6.0, 16.0], rtol=1e-8)
@@ -149,17 +121,6 @@ def test_assert_gradients_finds_a_wrong_one():
         assert_gradients(wrong, lambda x: x**2, args)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms(transform):
-    x = jnp.arange(6.0).reshape(3, 2)
-    assert_transform(transform, lambda x: (jnp.sin(x), dict(y=x + 1)), (x,))
-
-
-def test_a_transform_that_changes_the_result():
-    with pytest.raises(AssertionError, match="vmap: error"):
-        assert_transform("vmap", lambda x: x / x.shape[0], (jnp.ones((3, 2)),))
-
-
 def test_text_for_tpu_is_that_of_the_tpu():
     choose = lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, default=jnp.cos)
     text = text_for_tpu(choose, jnp.ones(2))
@@ -188,14 +149,3 @@ def test_kernel_products():
 
     assert kernel_products(text_for_tpu(launch, spec(1, 128, 128))) == [[("f32", "f32", "fp32"), ("bf16", "bf16", "")]]
     assert kernel_products(text_for_tpu(lambda x: x @ x, spec(8, 8))) == []
-
-
-def test_product_flops():
-    """Those of a loop count as often as it turns, also of one inside of another."""
-
-    def run(x, y):
-        inner = lambda x: lax.scan(lambda x, _: (jnp.sin(x @ y), None), x, None, length=5)[0]
-        return lax.scan(lambda x, _: (inner(x), None), x @ y, None, length=7)[0]
-
-    text = jax.jit(run).lower(spec(4, 8, 16), spec(16, 16)).compile().as_text()
-    assert product_flops(text) == (1 + 5 * 7) * 2 * 4 * 8 * 16 * 16

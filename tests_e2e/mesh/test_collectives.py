@@ -22,7 +22,6 @@ THOROUGH = dict(
     ),
     test_shared_key_heads_are_summed=lambda name, implementation: name == "chunk_gla" or implementation != "xla",
     test_value_channels_sum_what_they_share=lambda implementation: implementation != "xla",
-    test_tokens_over_one_device_are_not_split=True,
     test_nothing_crosses_tpus=lambda topology, name, implementation: (
         topology != "v6e:2x2" or "gated_delta_rule" not in name or implementation != "fused"
     ),
@@ -92,27 +91,6 @@ def test_value_channels_sum_what_they_share(implementation):
     name, mesh, spec = "chunk_gated_delta_rule", make_mesh((4,), "automatic"), P(None, None, None, "a")
     assert collectives(program(name, implementation, mesh, spec, sizes(name), False)) == []
     assert set(collectives(program(name, implementation, mesh, spec, sizes(name), True))) == {"all-reduce"}
-
-
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_tokens_over_one_device_are_not_split(implementation):
-    """An axis of one device adds nothing to the program, whether a sharding names it or a `shard_map` has it."""
-    name, mesh = "chunk_gated_delta_rule", make_mesh((2, 1), "automatic")
-    x = sizes(name)
-    unsplit, split = P("a"), P("a", "b")
-    plain, named = (
-        [program(name, implementation, mesh, spec, x, backward) for backward in (False, True)]
-        for spec in (unsplit, split)
-    )
-    assert [collectives(text) for text in named] == [[], []]
-    assert [text.count(" while(") for text in named] == [text.count(" while(") for text in plain]
-    inside = lambda axis: jax.shard_map(
-        lambda x: run_of(name, implementation, context_axis=axis)(x, {}), mesh=mesh,
-        in_specs=({n: spec_of(n, y.ndim, split) for n, y in x.items()},),
-        out_specs={"o": split, "final_state": P("a")}, check_vma=implementation == "xla" and axis is not None,
-    )  # fmt: skip
-    plain, named = (jax.jit(inside(axis)).trace(x).lower().as_text() for axis in (None, "b"))
-    assert plain.count("stablehlo.dot_general") == named.count("stablehlo.dot_general") > 0
 
 
 @functools.cache

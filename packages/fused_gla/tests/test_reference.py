@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -147,15 +147,6 @@ KERNEL_CASES = (
     Case(dtype="bfloat16", T=20, H=3),
     Case(dtype="bfloat16", T=20, V=16),
 )
-# Value heads that share key heads: pairs, and a group of all; a step holds whole groups or a part of one.
-GROUPED = (
-    (Case(T=20, H=2, group=2, gamma=(-0.1, -1.0, -0.2, -2.0)), Config(4, 2, 1)),
-    (Case(None, gamma=(-0.1, -1.0, -0.2, -2.0), T=32, group=4, dtype="bfloat16"), Config(2, 2, 2)),
-    (Case("spikes", True, T=20, H=2, group=2, lengths=(3, 0, 15), dtype="bfloat16"), Config(4, 2, 1)),
-    (Case("logsigmoid", True, T=20, group=2, states=False), Config(2, 1, 1)),
-    (Case(T=30, group=4, lengths=(17, 0, 12), states=False), Config(4, 4, 1)),
-    (Case(T=20, group=3, lengths=(3, 0, 13)), Config(3, 3, 1)),
-)
 # One of every kind is quick; types, sizes and gates that repeat a kind are thorough.
 QUICK = {
     "xla": [CASES[i] for i in (5, 7)],
@@ -163,7 +154,6 @@ QUICK = {
 }
 THOROUGH = dict(
     test_recurrence=lambda case, implementation: case not in QUICK[implementation],
-    test_grouped_heads=True,
     test_recurrent=lambda case, implementation: implementation == "xla" and not case.per_channel,
 )
 
@@ -175,13 +165,6 @@ THOROUGH = dict(
 )
 def test_recurrence(case, implementation):
     case.check(lambda **x: chunk_either_gla(**x, chunk_size=case.chunk_size, implementation=implementation))
-
-
-@pytest.mark.parametrize(("case", "config"), GROUPED, ids=str)
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_grouped_heads(case, config, implementation):
-    options = dict(config=config) if implementation == "fused" else {}
-    case.check(lambda **x: chunk_either_gla(**x, chunk_size=16, implementation=implementation, **options))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])

@@ -24,7 +24,6 @@ def but_for(*quick: str):
 
 
 THOROUGH = dict(
-    test_rows_from_a_cache=True,
     test_packed_sequences=but_for("mamba2_mixer"),
     # Operators and convolutions have segments of their own, and a layer hands the ids on: see an id of padding.
     test_segments=True,
@@ -35,7 +34,6 @@ THOROUGH = dict(
     ),
     test_pieces_and_tokens=True,
     test_serving_steps=but_for("gated_delta_net"),
-    test_speculation_and_a_cached_block=True,
     test_types=True,
     # Whole layers have gradients beside transformers' in the tests above the packages.
     test_gradients=True,
@@ -62,14 +60,6 @@ def assert_same(got, want, tolerance=TOLERANCE["float32"]):
     assert_close("state", cache.state, cache64.state, tolerance)
     for i, (conv, conv64) in enumerate(zip(cache.conv, cache64.conv, strict=True)):
         assert_close(f"conv[{i}]", conv, conv64, tolerance)
-
-
-@implementations
-@layers
-def test_rows_from_a_cache(name, implementation):
-    (x, w), cache = make(name), make_cache(name, 2)
-    run = compiled(name, implementation)
-    assert_same(run(x, w, cache, {}), oracle(name, x, w, cache))
 
 
 @implementations
@@ -181,48 +171,6 @@ def test_serving_steps(name, implementation):
         own = jax.tree.map(lambda y: y[used[n], None], pool)  # noqa: B023
         assert_same((jnp.concatenate(parts[n])[None], own), (want, cache))
     assert bool(jnp.isnan(pool.state[0]).all()), "a slot that no sequence names changed"
-
-
-@implementations
-@layers
-def test_speculation_and_a_cached_block(name, implementation):
-    """Over a pool of bfloat16 a text verifies two tokens a step, and another starts from its first block."""
-    (x, w), layer = make(name, T=80), LAYERS[name]
-    x[1, :64] = x[0, :64]
-    pool = jax.tree.map(lambda y: y + jnp.nan, empty_cache(layer.config, 6, jnp.bfloat16, jnp.bfloat16))
-    y, indices = np.full_like(x, np.nan), lambda *rows: np.array(rows, np.int32)
-    step = jax.jit(
-        lambda tokens, pool, at: layer.ragged(
-            tokens, w, layer.config, pool, at, block_size=64, implementation=implementation
-        )
-    )
-    # Which tokens of the texts are computed, how many of the step before were accepted, where both texts start instead.
-    plan = [
-        (range(70), (), 1, None),
-        ((70, 79), (), 1, None),  # The second token is not the one that follows.
-        ((71, 72), (), 1, None),
-        ((73, 74), (), 2, None),
-        ((75, 76), range(64, 74), 1, indices(1, 5)),
-    ]
-    for i, (*spans, accepted, read) in enumerate(plan):
-        ends = np.cumsum([0, *map(len, spans)])
-        tokens = np.full((1, 70, x.shape[2]), np.nan, np.float32)
-        for n, span in enumerate(spans):
-            tokens[0, ends[n] : ends[n + 1]] = x[n, [*span]]
-        at = Step(
-            indices(*ends), indices([3, 1], [2, -1]), np.array([i > 0, True]), np.int32(i > 0), np.int32(2), read,
-            indices(accepted, 1), indices([5], [-1]),
-        )  # fmt: skip
-        out, pool = step(tokens, pool, at)
-        for n, span in enumerate(spans):
-            y[n, [*span]] = out[0, ends[n] : ends[n + 1]]
-    assert {leaf.dtype for leaf in jax.tree.leaves(pool)} == {jnp.dtype(jnp.bfloat16)}
-    # Slots, and the tokens of a text whose state they hold. What a text has computed since the last one is compared.
-    for slot, n, begin, end in ((5, 0, 0, 64), (3, 0, 64, 76), (1, 0, 76, 77), (2, 1, 64, 74)):
-        want, cache = oracle(name, x[n : n + 1, :end], w)
-        own = jax.tree.map(lambda leaf: leaf[slot, None], pool)  # noqa: B023
-        assert_same((y[n : n + 1, begin:end], own), (want[:, begin:], cache), TOLERANCE["bfloat16"])
-    assert bool(jnp.isnan(pool.state[jnp.array([0, 4])]).all()), "a slot that no sequence names changed"
 
 
 @layers

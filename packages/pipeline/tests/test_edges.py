@@ -18,8 +18,6 @@ THOROUGH = dict(
         beta < 2.0 or (operator, implementation) not in (("gated_delta_rule", "fused"), ("kda", "xla"))
     ),
     test_a_state_near_its_fixed_point_learns=lambda implementation: implementation == "xla",
-    # Of the rows where a reset is, one in the middle of a tile is enough.
-    test_a_reset_of_one_channel=True,
     test_nothing_before_a_reset_is_left=lambda operator, row: operator != "kda" or row != 13,
     test_a_repeated_key_and_step_sizes_of_a_sigmoid=lambda operator: operator != "gated_delta_rule",
 )
@@ -59,15 +57,6 @@ def test_nothing_before_a_reset_is_left(operator, row):
     (d,) = pull(jnp.zeros_like(o).at[:, row:].set(1.0))
     assert not np.asarray(d["v"], np.float64)[0, :row].any()
     assert np.isfinite(np.asarray(d["g"])).all()
-
-
-def test_a_reset_of_one_channel():
-    """Channels have gates of their own: one forgets everything, beside others that keep everything."""
-    x = make_inputs(1, 24, 1, 1, 8, 8, per_channel=True, dtype=jnp.bfloat16)
-    x["g"] = x["g"].at[0, 11, 0, 3].set(-jnp.inf).at[0, 5, 0, 1].set(-jnp.inf)
-    x["v"] = x["v"] * jnp.where(jnp.arange(24) < 11, 2.0**12, 1.0).astype(jnp.bfloat16)[:, None, None]
-    o, _ = chunk_kda(**x, chunk_size=16, implementation="fused")
-    assert_close("o", o, reference(**x)[0], 5e-3)
 
 
 @pytest.mark.parametrize("beta", [1.0, 1.99, 1.9921875, 2.0])

@@ -9,7 +9,6 @@ import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule
 from chunkwise.pipeline.operators import CHUNKED, operator_inputs
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 
 THOROUGH = dict(
@@ -17,9 +16,6 @@ THOROUGH = dict(
     test_no_bit_depends_on_later_tokens=lambda operator, implementation: (
         operator.name != "chunk_kda" or implementation != "fused"
     ),
-    test_split_with_state_handed_over=True,
-    # The tests of the recurrence have sequences alone, batched and packed, and the tests of isolation poison them.
-    test_alone_batched_and_packed_agree=True,
     test_no_leak_between_sequences=lambda states: states,
     # A step has the same bits beside others, through the same stages.
     test_staged_has_the_same_bits_alone_and_packed=True,
@@ -30,40 +26,6 @@ THOROUGH = dict(
 
 def cut(inputs, start, stop):
     return {name: x[:, start:stop] for name, x in inputs.items()}
-
-
-@pytest.mark.parametrize(
-    ("implementation", "split"),
-    [("xla", 1), ("xla", 50), ("staged", 1), ("staged", 50)],
-)
-def test_split_with_state_handed_over(implementation, split):
-    inputs = make_inputs(1, 100, 1, 2, 16, 24, num_states=1)
-    run = {"output_final_state": True, "chunk_size": 32, "implementation": implementation}
-    whole, whole_state = chunk_gated_delta_rule(**inputs, **run)
-    start = inputs.pop("initial_state")
-    left, state = chunk_gated_delta_rule(**cut(inputs, 0, split), initial_state=start, **run)
-    right, state = chunk_gated_delta_rule(**cut(inputs, split, 100), initial_state=state, **run)
-    assert_close("o", jnp.concatenate([left, right], axis=1), whole, TOLERANCE["float32"])
-    assert_close("final_state", state, whole_state, TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])
-def test_alone_batched_and_packed_agree(implementation, states):
-    T, N = 45, 3
-    inputs = make_inputs(N, T, 1, 2, 16, 24, num_states=N if states else 0)
-    h0 = inputs.pop("initial_state", None)
-    run = {"output_final_state": states, "chunk_size": 32, "implementation": implementation}
-    batched, batched_state = chunk_gated_delta_rule(**inputs, initial_state=h0, **run)
-    flat = {name: x.reshape(1, N * T, *x.shape[2:]) for name, x in inputs.items()}
-    cu_seqlens = jnp.arange(N + 1, dtype=jnp.int32) * T
-    packed, packed_state = chunk_gated_delta_rule(**flat, initial_state=h0, cu_seqlens=cu_seqlens, **run)
-    assert_close("packed", packed.reshape(batched.shape), batched, TOLERANCE["float32"])
-    if states:
-        assert_close("packed state", packed_state, batched_state, TOLERANCE["float32"])
-    for n in range(N):
-        one = {name: x[n : n + 1] for name, x in inputs.items()}
-        alone, _ = chunk_gated_delta_rule(**one, initial_state=h0[n : n + 1] if states else None, **run)
-        assert_close("alone", alone, batched[n : n + 1], TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])

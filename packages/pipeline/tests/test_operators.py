@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_gated_delta_rule, chunk_kda, chunk_simple_gla
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
+from chunkwise.pipeline import chunk_gated_delta_rule, chunk_simple_gla
+from chunkwise.pipeline.operators import CHUNKED, RECURRENT, operator_inputs
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, tolerance
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
 from chunkwise.shared.testing.oracle import reference
 
-IMPLEMENTATIONS = ("xla", "staged", "fused")
 PACKED = boundaries(1, 29, 0, 35)  # 1 token, an empty sequence, tails, 5 tokens of padding
-EVERY = tuple(OPERATORS.values())
 THOROUGH = dict(
     # A pack goes through the kernels of a batch and more tables, so one chain of the three is enough. The packages have
     # the other implementations, and the tests of transforms and of gates the delta rules.
@@ -23,10 +21,6 @@ THOROUGH = dict(
         not packed or implementation != "staged" or operator.name != "chunk_gla"
     ),
     test_gradient_of_strong_constant_gates_staged=lambda packed: packed,
-    test_packed_without_states_in_bfloat16=True,
-    # The package of KDA tests this of its own implementations.
-    test_equal_channels_reproduce_the_gated_delta_rule=True,
-    test_one_whole_chunk_at_full_width=True,
     test_chunks_of_none=lambda operator: operator.per_channel or operator.delta,
     test_what_the_docstring_says_of_the_stages=True,
 )
@@ -101,17 +95,6 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("gate", ["spikes", "zero", "resets"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@named(CHUNKED)
-def test_packed_without_states_in_bfloat16(operator, implementation, gate):
-    inputs = inputs_of(operator, jnp.bfloat16, gate=gate)
-    o, state = operator.function(**poison_padding(inputs, PACKED), cu_seqlens=PACKED, implementation=implementation)
-    assert state is None
-    assert o.dtype == jnp.bfloat16
-    assert_close("o", o, reference(**inputs, cu_seqlens=PACKED)[0], TOLERANCE["bfloat16"])
-
-
 @pytest.mark.parametrize(
     ("operator", "implementation"),
     [pytest.param(x, i, id=f"{x.name}-{i}") for x in RECURRENT for i in (None, *x.implementations)],
@@ -126,24 +109,6 @@ def test_recurrent(operator, implementation):
     o_ref, state_ref = reference(**inputs)
     assert_close("o", o, o_ref, TOLERANCE["float32"])
     assert_close("final_state", state, state_ref, TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_equal_channels_reproduce_the_gated_delta_rule(implementation):
-    inputs = inputs_of(OPERATORS["chunk_gated_delta_rule"])
-    expected, _ = chunk_gated_delta_rule(**inputs, chunk_size=16, implementation="xla")
-    inputs["g"] = jnp.broadcast_to(inputs["g"][..., None], (*inputs["g"].shape, 16))
-    o, _ = chunk_kda(**inputs, chunk_size=16, implementation=implementation)
-    assert_close("o", o, expected, TOLERANCE["float32"])
-
-
-@named(CHUNKED)
-def test_one_whole_chunk_at_full_width(operator):
-    """A loop over one chunk gets unrolled; the products around it were once fused into garbage (see chunk_h/xla.py)."""
-    for H in (1, 16):
-        inputs = operator_inputs(operator, 1, 64, H, H, 128, 128)
-        o, _ = operator.function(**inputs, implementation="xla")
-        assert_close("o", o, reference(**inputs)[0], TOLERANCE["float32"])
 
 
 @named(CHUNKED)

@@ -33,18 +33,12 @@ ACCURACY = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 4e-4}
 # Plain JAX of other operators differs in the recurrence alone, which their own tests know. KDA's package has steps of
 # its own kernel.
 THOROUGH = dict(
-    # The session `random` draws steps too, and the other tests here have one of every kind.
-    test_random_steps=True,
-    test_schedules=True,
     # Decodes and convolutions have them, too.
     test_what_does_not_exist_is_none=True,
     test_rubbish_stays_in_the_pool=True,
     # The packages have prefills and decodes of every type.
     test_types_of_pools=True,
     test_stale_slots=lambda implementation: implementation == "fused",
-    test_one_slot_each=True,
-    test_counts_through_a_jit_with_64_bits=True,
-    test_arrays_of_numpy=True,
 )
 all_operators = pytest.mark.parametrize("operator", OPERATORS)
 all_implementations = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "staged"])
@@ -193,35 +187,6 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
 
-@all_implementations
-@all_operators
-def test_random_steps(operator, implementation):
-    """Any mixture of decodes, speculation, prefills and cached blocks; one program for all of them."""
-
-    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
-    @hypothesis.given(st.randoms(use_true_random=False), st.booleans(), st.integers(0, 10**6))
-    def check(random, with_reads, seed):
-        schedule = make_schedule(random, 3, with_reads)
-        hypothesis.note(describe(schedule))
-        assert_one_step(operator, implementation, schedule, np.random.default_rng(seed))
-
-    check()
-
-
-@all_types
-@all_operators
-def test_schedules(operator, implementation, dtype):
-    """Many steps of an engine over one pool, by one program."""
-
-    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
-    @hypothesis.given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 14), st.integers(0, 10**6))
-    def check(random, shares, steps, seed):
-        engine = Engine(random, T, N, 3, SLOTS, BLOCK, shares)
-        assert_schedule(operator, implementation, engine, steps, seed, dtype)
-
-    check()
-
-
 @pytest.mark.parametrize("implementation", ["fused"])
 def test_short_schedule(implementation):
     """An engine that does all that there is, in a few steps."""
@@ -298,41 +263,6 @@ def test_stale_slots(implementation):
     assert np.isfinite(o).all()
     assert np.isfinite(after[:4]).all()
     assert np.isnan(after[4:]).all()
-
-
-def test_counts_through_a_jit_with_64_bits():
-    """A Python int is a weak number of 64 bits inside; an array of 64 bits is refused."""
-    tokens = make_tokens("gated_delta_rule", np.random.default_rng(3), 3, 3)
-    pool, slots = jnp.zeros((SLOTS, HV, K, V), jnp.float32), jnp.array([4, 9], jnp.int32)
-    boundaries = jnp.array([0, 1, 3], jnp.int32)
-    at = dict(cu_seqlens=boundaries, state_indices=slots)
-    step = jax.jit(lambda n: ragged_gated_delta_rule(**tokens, states=pool, num_decodes=n, **at)[0])
-    want = step(jnp.int32(1))
-    with jax.enable_x64(True):
-        np.testing.assert_array_equal(step(1), want)
-        with pytest.raises(ValueError, match=r"`num_decodes` must be int32 of shape \(\); got int64 \(\)\."):
-            step(jnp.asarray(1, jnp.int64))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_one_slot_each(implementation):
-    """State indices without columns are those of decodes of one token."""
-    rng = np.random.default_rng(3)
-    tokens = jax.tree.map(jnp.asarray, make_tokens("gated_delta_rule", rng, T, T))
-    pool = jnp.asarray(rng.standard_normal((SLOTS, HV, K, V)), jnp.float32)
-    boundaries, slots = jnp.array([0, 1, 2, T], jnp.int32), jnp.array([4, -1, 9], jnp.int32)
-    run = jax.jit(
-        lambda indices: ragged_gated_delta_rule(
-            **tokens,
-            states=pool,
-            cu_seqlens=boundaries,
-            state_indices=indices,
-            num_decodes=2,
-            implementation=implementation,
-        )
-    )
-    for one, other in zip(run(slots), run(slots[:, None]), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 # A step that is right: two decodes, one of them speculates, and a prefill that keeps a block.
@@ -427,12 +357,6 @@ def test_operators_check_values(operator, message):
     """Outside of jit an operator raises what `check_step` does, before it computes anything."""
     with pytest.raises(ValueError, match=message):
         run_step(operator, WRONG[message])
-
-
-def test_arrays_of_numpy():
-    """What a scheduler holds need not be put on a device first."""
-    for one, other in zip(run_step("simple_gla", {}), run_step("simple_gla", {}, as_array=jnp.asarray), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_boundaries_of_sequences_that_do_not_exist():

@@ -12,7 +12,6 @@ from chunkwise.shared.testing import cases
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
-from tests import laws
 
 TOLERANCE = GRADIENT_TOLERANCE["float32"]
 NAMES = [x.name for x in CHUNKED]
@@ -24,7 +23,6 @@ THOROUGH = dict(
         ("chunk_gated_delta_rule", "rows"), ("chunk_kda", "rows"),
     ),
     test_every_order=lambda name: name != "chunk_gated_delta_rule",
-    test_hessian_of_raw_gates=True,
     test_hessian_of_a_stage=lambda stage: stage.name not in ("chunk_local_cumsum", "rms_norm_gated"),
 )  # fmt: skip
 
@@ -104,24 +102,6 @@ def test_every_order(name):
         assert_alike(other, first)
     exact = lambda x: reference(**x, do=np.cos(reference(**x)[0]))[2]
     assert_alike(first, differences(exact, x, dx))
-
-
-@pytest.mark.parametrize("law", [dict(), dict(lower_bound=-5.0)], ids=["softplus", "sigmoid"])
-def test_hessian_of_raw_gates(law):
-    operator = OPERATORS["chunk_kda"]
-    x = laws.raw_inputs(operator_inputs(operator, 1, 20, 1, 2, 8, 8), A_log=(-3.0, -1.0))
-    do = np.random.default_rng(1).standard_normal(x["v"].shape)
-    raw = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-    loss = lambda x: jnp.sum(do * operator.function(**x, **raw, **law, chunk_size=16, implementation="xla")[0])
-    found = jax.jit(hessian_product(loss))(x, directions(x))
-
-    def gradient(x):
-        tensors = {name: x[name] for name in ("q", "k", "v")}
-        final, pull = laws.law_reference(*(x[name] for name in ("g", "beta", "A_log", "dt_bias")), **law)
-        d = reference(**tensors, **final, do=do)[2]
-        return {name: d[name] for name in tensors} | pull(d["g"], d["beta"])
-
-    assert_alike(found, differences(gradient, x, directions(x)))
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *PARTS], ids=lambda x: x.name)

@@ -5,7 +5,6 @@ import re
 from random import Random
 
 import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,8 +42,6 @@ all_pools = pytest.mark.parametrize(
 THOROUGH = dict(
     # The kernel of rings is compared with float64 step by step in `shared`.
     test_short_schedule=True,
-    test_schedules=True,
-    test_acceptances=True,
     # Layers reject guesses.
     test_rejected_guesses_are_not_read=True,
     test_a_pool_of_numpy=True,
@@ -152,93 +149,10 @@ def assert_schedule(operator: str, implementation: str, dtype: str, replay: int,
 
 @all_pools
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_schedules(operator, implementation, dtype, replay):
-    """Decodes, drafts that are rejected, prefills, prefixes and blocks, by one program."""
-
-    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
-    @hypothesis.given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 10), st.integers(0, 10**6))
-    def check(random, shares, steps, seed):
-        engine = Engine(random, T, N, W, SLOTS, BLOCK, shares, ringed=replay > 0)
-        assert_schedule(operator, implementation, dtype, replay, engine, steps, seed)
-
-    check()
-
-
-@all_pools
-@pytest.mark.parametrize("operator", OPERATORS)
 def test_short_schedule(operator, implementation, dtype, replay):
     """An engine that does most of what there is, in a few steps."""
     engine = Engine(Random(38), T, N, W, SLOTS, BLOCK, shares=True, ringed=replay > 0)
     assert_schedule(operator, implementation, dtype, replay, engine, 5, 0)
-
-
-# Sequences of a text of 40 tokens, which drafts are guessed beside.
-TEXT, BATCH = 40, 8
-
-
-@pytest.mark.parametrize("examples", [8, 1000])
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_acceptances(operator, implementation, examples):
-    """Whatever is accepted of drafts, outputs and pool are those of plain decode, up to rounding.
-
-    Every sequence of a batch is a schedule of its own: it decodes its text, of which it guesses the next tokens wrong
-    or right, and takes back what was wrong.
-    """
-    rng = np.random.default_rng(5)
-    run = compiled(operator, implementation, W)[0]
-    # Texts [BATCH, TEXT, ...].
-    by_text = lambda x: x.reshape(BATCH, TEXT, *x.shape[2:])
-    make = lambda: jax.tree.map(by_text, make_tokens(operator, rng, BATCH * TEXT, BATCH * TEXT))
-    for _ in range(-(-examples // BATCH)):
-        text, wrong, pool = make(), make(), new_pool(operator, "float32", 8)
-        step = dict(cu_seqlens=np.arange(BATCH + 1, dtype=np.int32), state_indices=np.arange(BATCH, dtype=np.int32))
-        step |= dict(num_decodes=jnp.int32(BATCH), has_initial_state=np.ones(BATCH, bool))
-        want, plain = [], new_pool(operator, "float32", 0)
-        alone = compiled(operator, "xla", None)[0]
-        for t in range(TEXT):
-            o, plain = alone({name: x[None, :, t] for name, x in text.items()}, plain, step)
-            want.append(np.asarray(o)[0])
-        want = np.stack(want, axis=1)  # [BATCH, TEXT, ...]
-        place, accepted = np.zeros(BATCH, int), np.zeros(BATCH, int)
-        while True:
-            # The tokens that were accepted are behind; a sequence at its end has no tokens.
-            place += accepted
-            count = np.where(place < TEXT, rng.integers(1, W + 1, BATCH), 0)
-            right = np.minimum(np.minimum(rng.integers(1, W + 1, BATCH), count), TEXT - place)
-            if not count.any():
-                break
-            tokens = {}
-            for name, x in text.items():
-                y = wrong[name]
-                rows = np.concatenate(
-                    [
-                        np.concatenate([x[n, place[n] : place[n] + right[n]], y[n, : count[n] - right[n]]])
-                        for n in range(BATCH)
-                    ]
-                )
-                tokens[name] = np.pad(rows, [(0, BATCH * W - len(rows)), *[(0, 0)] * (rows.ndim - 1)])[None]
-            boundaries = np.cumsum([0, *count]).astype(np.int32)
-            # A sequence without tokens says again what was accepted of its last decode.
-            said = np.where(accepted > 0, accepted, 1).astype(np.int32)
-            o, pool = run(tokens, pool, step | dict(cu_seqlens=boundaries, num_accepted_tokens=said))
-            for n in np.flatnonzero(count):
-                got = np.asarray(o)[0, boundaries[n] : boundaries[n] + right[n]]
-                expected = want[n, place[n] : place[n] + right[n]]
-                assert rms(got - expected) <= 2e-6 * (1 + rms(expected))
-            accepted = np.where(count > 0, right, accepted)
-            done = count == 0
-            accepted[done] = 0
-            last = np.where(count > 0, right, 0)
-            if (place + last >= TEXT).all():
-                # What is left of the pool is read with what was accepted, by a step of another slot that keeps it.
-                slots = np.arange(BATCH, dtype=np.int32)
-                kept = state_pool.kept_tokens(pool, jnp.asarray(slots), jnp.asarray(np.maximum(last, 1), jnp.int32))
-                states = state_pool.load(pool, jnp.asarray(slots), kept)
-                finished = last > 0
-                expected = np.asarray(plain.states)[:BATCH]
-                assert rms((states - expected)[finished]) <= 2e-6 * rms(expected)
-                break
 
 
 @pytest.mark.parametrize(("dtype", "replay"), POOLS)
