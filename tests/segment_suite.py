@@ -126,7 +126,6 @@ class SegmentTests:
     operator: ClassVar[Callable]
     launches: ClassVar[tuple[int, int]]
     shared: ClassVar[tuple[str, ...]] = ()
-    THOROUGH: ClassVar = dict(test_bfloat16_without_states=True)
 
     def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32) -> dict[str, jax.Array]:
         """Return inputs of the operator with two value heads for a key head, and initial states."""
@@ -141,12 +140,6 @@ class SegmentTests:
 
     def test_values_and_gradients_of_plain_jax(self):
         assert_segments(self.run("xla"), self.inputs())
-
-    @pytest.mark.parametrize("implementation", ["xla", "fused"])
-    def test_bfloat16_without_states(self, implementation):
-        x = self.inputs(dtype=jnp.bfloat16)
-        x.pop("initial_state")
-        assert_segments(self.run(implementation, states=False), x)
 
     # The tests of several operators are one function.
     @hypothesis.settings(

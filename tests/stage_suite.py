@@ -349,11 +349,6 @@ class ErrorTests(OfStage):
         with pytest.raises(ValueError, match=re.escape(message)):
             self.stage.run("gpu")(self.stage.specs(small()))
 
-    def test_implementation_of_operators_only(self):
-        message = "`implementation` must be None or one of ('pallas', 'xla') for this operator; got 'fused'."
-        with pytest.raises(NotImplementedError, match=re.escape(message)):
-            self.stage.run("fused")(self.stage.specs(small()))
-
 
 class ChunkSizeTests(OfStage):
     """Errors of the chunk size, for stages that take one."""
@@ -363,13 +358,6 @@ class ChunkSizeTests(OfStage):
         message = f"`chunk_size` must be one of (16, 32, 64, 128); got {chunk_size!r}."
         with pytest.raises(ValueError, match=re.escape(message)):
             self.stage.run(None, chunk_size)(self.stage.specs(small()))
-
-    def test_chunk_size_is_static(self):
-        message = (
-            "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array int32 ()."
-        )
-        with pytest.raises(ValueError, match=re.escape(message)):
-            jax.eval_shape(lambda x, C: self.stage.run(None, C)(x), self.stage.specs(small()), jnp.int32(64))
 
 
 class KernelTests(OfStage):

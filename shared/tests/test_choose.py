@@ -16,7 +16,7 @@ from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
-from tests import traced
+from tests import decode_suite, traced
 
 N, H, HV = 3, 1, 2
 # The type of a pool, the tokens of its rings, K, the tokens of a decode, whether there are erase keys, and the kernel
@@ -60,6 +60,13 @@ def test_kernel(dtype, replay, K, W, erases, expected):
     if expected not in known:
         with pytest.raises(NotImplementedError, match=f'"fused" .*{re.escape(expected)}.*: use implementation="xla"'):
             find(True)
+
+
+def test_only_fused_decodes_a_whole_layer():
+    """Under "staged" and "xla" a layer runs one operation after the other."""
+    decodes, conv, pool = decode_suite.make(1, 2)
+    found = [choose.kernel_of(x, decodes, pool, decode_suite.slots(), conv=conv) for x in ("fused", "staged", "xla")]
+    assert found == ["decode", None, None]
 
 
 @pytest.mark.interpreted
