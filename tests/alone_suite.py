@@ -17,12 +17,12 @@ import numpy as np
 # Sizes: two sequences of 7 and 17 tokens, with states in a pool of 12 slots.
 T, H, HV, K, V, C, D, W, N = 24, 1, 2, 16, 16, 16, 8, 4, 2
 ENDS, SLOTS = (0, 7, T), 12
-CHANNEL_GATES = ("kda", "gdn2", "gla")
+CHANNEL_GATES = ("kda", "gdn2", "gla", "dplr_delta_rule", "rwkv7")
 # Tile sizes that are not ones.
 CONFIGS = {"causal_conv1d": (16, 128), "cumsum": (1, 128)}
-OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product")
+OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr")
 # The packages whose kernels a package runs.
-KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}}
+KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}}
 
 
 def run(package: str) -> None:
@@ -38,11 +38,14 @@ def operands(name: str) -> dict[str, Any]:
     per_channel = name.split("_", 1)[1] in CHANNEL_GATES
     gates = (HV, K) if per_channel else (HV,)
     n = 2 if name.endswith("_delta_product") else 1
+    keys = {key: draw(1, T, H, K) for key in "abr"} if "dplr" in name or "rwkv7" in name else {}
+    gates_by_name = dict.fromkeys(("gk", "w"), -abs(draw(1, T, HV, K))) if keys else {}
     return {
         "q": draw(1, T, H, K), "k": draw(1, T * n, H, K), "v": draw(1, T * n, HV, V), "p": draw(1, T, H, K),
         "g": -abs(draw(1, T, *gates)), "beta": abs(draw(1, T * n, HV)), "b": abs(draw(1, T, HV, K)),
         "w": abs(draw(1, T, HV, V)), "g_gamma": -abs(draw(HV)), "A_log": draw(HV), "dt_bias": draw(*gates),
         "states": draw(SLOTS, HV, K, V), "num_householder": n,
+        **keys, **gates_by_name,
     }  # fmt: skip
 
 

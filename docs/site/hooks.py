@@ -39,7 +39,9 @@ SCRIPTS = {"msup": HEIGHT, "msub": DEPTH, "msubsup": HEIGHT | DEPTH}
 REFERENCE = {
     "Layers": ["packages/layers.md"],
     "Flax": ["packages/integrations.nnx.md", "packages/integrations.md"],
-    "Operators": [f"packages/{name}.md" for name in ("fused_gdn", "kda", "two_keys", "fused_gla", "delta_product")],
+    "Operators": [
+        f"packages/{name}.md" for name in ("fused_gdn", "kda", "two_keys", "fused_gla", "delta_product", "dplr")
+    ],
     "Stages": [f"packages/{name}.md" for name in ("cumsum", "kkt", "solve_tril", "wy_fast", "chunk_h", "chunk_o")],
 }
 """The pages of the menu's part API, by group; the pages of the pipeline come first in the group of operators, and the

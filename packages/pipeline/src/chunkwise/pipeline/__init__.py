@@ -5,6 +5,13 @@ from chunkwise.delta_product import (
     ragged_gated_delta_product,
     recurrent_gated_delta_product,
 )
+from chunkwise.dplr import (
+    chunk_dplr_delta_rule,
+    chunk_rwkv7,
+    ragged_dplr_delta_rule,
+    recurrent_dplr_delta_rule,
+    recurrent_rwkv7,
+)
 from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
@@ -30,15 +37,18 @@ __all__ = [
     "check_inputs",
     "check_step",
     "chunk_comba",
+    "chunk_dplr_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn2",
     "chunk_gla",
     "chunk_kda",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "make_pool",
     "pool_formats",
     "ragged_comba",
+    "ragged_dplr_delta_rule",
     "ragged_gated_delta_product",
     "ragged_gated_delta_rule",
     "ragged_gdn2",
@@ -46,11 +56,13 @@ __all__ = [
     "ragged_simple_gla",
     "read_states",
     "recurrent_comba",
+    "recurrent_dplr_delta_rule",
     "recurrent_gated_delta_product",
     "recurrent_gated_delta_rule",
     "recurrent_gdn2",
     "recurrent_gla",
     "recurrent_kda",
+    "recurrent_rwkv7",
     "recurrent_simple_gla",
     "write_states",
 ]

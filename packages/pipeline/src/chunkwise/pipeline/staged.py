@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.chunk_o import chunk_fwd_o
 from chunkwise.cumsum import chunk_local_cumsum
+from chunkwise.dplr import operator as dplr
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla_operators
 from chunkwise.kda import operator as kda
@@ -130,7 +131,7 @@ def _gla_states(x: Arguments, options: Options) -> tuple[Any, Any, tuple]:
 
 def register_all() -> None:
     """Add the chains to the operators."""
-    for operator in (gdn.OPERATOR, kda.OPERATOR, two_keys.GDN2, two_keys.COMBA):
+    for operator in (gdn.OPERATOR, kda.OPERATOR, two_keys.GDN2, two_keys.COMBA, dplr.OPERATOR):
         add_delta_rule(operator)
     for operator in (gla_operators.GLA, gla_operators.SIMPLE_GLA):
         _register(operator, Implementation("staged", gla), _gla_states)

@@ -50,7 +50,7 @@ class Arguments(NamedTuple):
       q, k: [B, T, H, K].
       v: [B, T, HV, V].
       g: log decay in nats, [B, T, HV] or [B, T, HV, K], or the raw gate of a law.
-      beta: step sizes [B, T, HV], or raw ones.
+      beta: step sizes [B, T, HV], or raw ones; None beside erase keys or gates for ones.
       g_gamma: constant log decay [HV].
       scale: a number, or a scalar array, which may be traced.
       initial_state: [N, HV, K, V], or with slots the pool [slots, HV, K, V], or a StatePool.
@@ -221,7 +221,7 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
         x = x._replace(b=gates.step_sizes(x.b, activation.allow_neg_eigval, valid))
     if activation.use_write_sigmoid_in_kernel and x.w is not None:
         x = x._replace(w=gates.step_sizes(x.w, False, valid))
-    if x.b is not None:
+    if x.erases and x.beta is None:
         x = x._replace(beta=compat.varying_zeros(x.v.shape[:3], *x.arrays().values()) + 1.0)
     if x.erases and not raw_gates:
         x, options = _with_erase_keys(x, options, valid)

@@ -68,5 +68,5 @@ def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Argumen
         widen = lambda y: jnp.pad(y, [(0, 0)] * 3 + [(0, missing)])
         return run(x._replace(v=widen(x.v), w=None if x.w is None else widen(x.w)))[1], None
 
-    delta = x.beta is not None or x.b is not None
+    delta = x.beta is not None or x.erases
     return augment_with_identity(states_after, x, MOST_CHANNELS) if delta else StateMap(states_after(x)[0])

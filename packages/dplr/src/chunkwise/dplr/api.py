@@ -1,0 +1,195 @@
+"""The contract: signatures and documentation; `operator` has the functions that they call."""
+
+import jax
+
+from chunkwise.dplr import operator
+from chunkwise.kda.config import Config
+from chunkwise.shared.call import signature
+from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.serving.state_pool import Pool
+
+
+@signature.by_name(operator.chunk, "chunk")
+def chunk_dplr_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    min_gate: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The delta rule with diagonal plus low-rank transitions over whole sequences, chunk by chunk, differentiable.
+
+    In value head n, with key head n // (HV // H), where a reads the state before its decay::
+
+        S_t = Diag(e^gk_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
+        o_t = scale S_t^T q_t
+
+    It is the delta rule with two keys over 2 T tokens, and runs the kernels of `chunk_kda`. The outputs of the tokens
+    without a query are written and dropped.
+
+    Args:
+      a: keys [B, T, H, K] that read the state, without a minus sign: an erasing one points against b.
+      b: keys [B, T, H, K] that write what a has read. Without decays |a . b| must be at most 2, with a . b at most 0,
+        otherwise states grow without bound.
+      gk: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength. A gate of -inf keeps nothing of the
+        state before, but a_t still reads it: to begin a sequence give its boundaries, or an a_t of zeros beside it.
+      chunk_size: tokens of a chunk of the delta rule with two keys, of which a token takes two, one of 16, 32, 64, 128,
+        or None for the best; static.
+
+    Accuracy: as `chunk_kda` over 2 T tokens.
+    Cost: that of `chunk_kda` with erase keys over 2 T tokens, and one copy of every tensor.
+    Source: Peng et al., RWKV-7 "Goose" (2025), for its vectors a and b; docs/composition.md has the reduction.
+    """
+    ...
+
+
+@signature.by_name(operator.chunk, "chunk", chunk_dplr_delta_rule)
+def chunk_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float | None = 1.0,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    min_gate: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """RWKV-7 over whole sequences, chunk by chunk, differentiable: `chunk_dplr_delta_rule` in its names.
+
+    In value head n, with key head n // (HV // H)::
+
+        S_t = Diag(e^w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
+        o_t = scale S_t^T r_t
+
+    The model has a = -kappa and b = kappa * eta, for a removal key kappa of unit length and rates eta from 0 to 1.
+
+    Args:
+      r: receptances, the queries [B, T, H, K].
+      w: log decay per channel [B, T, HV, K] in nats, at most 0; the model has -e^-0.5 sigmoid of its output, so that
+        min_gate=-0.61 holds.
+      k: keys [B, T, H, K].
+      scale: multiplies the output; a number, which is static, or a scalar array, which may be traced.
+
+    Accuracy: as `chunk_kda` over 2 T tokens.
+    Cost: that of `chunk_kda` with erase keys over 2 T tokens, and one copy of every tensor.
+    Source: Peng et al., RWKV-7 "Goose" (2025).
+    """
+    ...
+
+
+@signature.by_name(operator.recurrent, "recurrent", chunk_dplr_delta_rule)
+def recurrent_dplr_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    gk: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    min_gate: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The delta rule with diagonal plus low-rank transitions token by token, the decode path.
+
+    `chunk_dplr_delta_rule` has the equation, here for one new token or a few of every sequence, in one launch.
+
+    Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
+    Cost: 14 B T HV K V flops; every state is read and written once.
+    """
+    ...
+
+
+@signature.by_name(operator.recurrent, "recurrent", chunk_rwkv7)
+def recurrent_rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float | None = 1.0,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    min_gate: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """RWKV-7 token by token, the decode path: `recurrent_dplr_delta_rule` in its names.
+
+    `chunk_rwkv7` has the equation, here for one new token or a few of every sequence, in one launch.
+
+    Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
+    Cost: 14 B T HV K V flops; every state is read and written once.
+    """
+    ...
+
+
+@signature.by_name(operator.ragged, "ragged", chunk_dplr_delta_rule)
+def ragged_dplr_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    gk: jax.Array,
+    states: Pool,
+    cu_seqlens: jax.Array,
+    state_indices: jax.Array,
+    *,
+    has_initial_state: jax.Array | None = None,
+    num_decodes: int | jax.Array = 0,
+    num_sequences: int | jax.Array | None = None,
+    read_indices: jax.Array | None = None,
+    num_accepted_tokens: jax.Array | None = None,
+    decode_tokens: int | None = None,
+    block_state_indices: jax.Array | None = None,
+    block_size: int | None = None,
+    scale: float | None = None,
+    min_gate: float | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[jax.Array, Pool]:
+    """The delta rule with diagonal plus low-rank transitions as one serving step, of RWKV-7 with scale=1.0.
+
+    `chunk_dplr_delta_rule` has the equation, here for every sequence of a packed stream: decodes, speculation and
+    prefills over one pool of states. A token takes two of the tokens of a ring, so `make_pool` needs twice as many.
+    Decodes of at most two tokens take the kernel that is best for decodes.
+    """
+    ...

@@ -1,0 +1,67 @@
+"""The delta rule with diagonal plus low-rank transitions, as the delta rule with two keys over two tokens for each.
+
+The first token has the gate; it erases by -a, reading the state before the decay, and writes b times what it read, with
+a value of zeros. The second one writes k v^T, erases nothing, and has the query.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.kda.operator import check_bound
+from chunkwise.shared import composition
+from chunkwise.shared.call import checks, signature
+from chunkwise.two_keys.operator import define_rule
+
+# Its step sizes are ones, whose gradient nobody requests; its tensors are checked before they become two tokens.
+OPERATOR = define_rule(
+    "dplr_delta_rule", lambda x, options: check_bound(options), optional=("beta",), erase_before_decay=True
+)
+# The tensors of a call, and what RWKV-7 calls them.
+_TENSORS = {"q": "r", "k": "k", "v": "v", "a": "a", "b": "b", "gk": "w"}
+
+
+def chunk(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+    """Run `chunk_dplr_delta_rule` or `chunk_rwkv7` with these arguments by name."""
+    return _run(OPERATOR.chunk, named)
+
+
+def recurrent(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+    """Run `recurrent_dplr_delta_rule` or `recurrent_rwkv7` with these arguments by name."""
+    return _run(OPERATOR.recurrent, named)
+
+
+def ragged(named: dict[str, Any]) -> tuple[jax.Array, Any]:
+    """Run `ragged_dplr_delta_rule` with these arguments by name."""
+    return _run(OPERATOR.ragged, named)
+
+
+def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
+    names = {name: name if "gk" in named else theirs for name, theirs in _TENSORS.items()}
+    q, k, v, a, b, gk = tensors = [named[name] for name in names.values()]
+    others = {name: y for name, y in named.items() if name not in names.values()}
+    x, options, implementation = signature.to_records(others | dict(q=q, k=k, v=v, g=gk))
+    check(names, tensors, x.cu_seqlens)
+    check_bound(options)
+    x, options = composition.check_counts(x.with_int32(), options, ragged="states" in named)
+    dtype = b.dtype if b.dtype == k.dtype else jnp.float32
+    x = x._replace(
+        q=composition.place(q, 2, 1),
+        k=composition.interleave(b.astype(dtype), k.astype(dtype)),
+        v=composition.place(v, 2, 1),
+        p=composition.place(-a, 2, 0),
+        g=composition.place(gk, 2, 0),
+    )
+    return composition.over_tokens(call, x, options, implementation, 2)
+
+
+def check(names: dict[str, str], tensors: list[Any], cu_seqlens: Any) -> None:
+    """Check the tensors, in the order of `_TENSORS`, by the names that the user knows."""
+    x = dict(zip(_TENSORS, tensors, strict=True))
+    B, T, H, K = checks.check_array(names["q"], x["q"], "B T H K")
+    for name in ("k", "a", "b"):
+        checks.check_array(names[name], x[name], "B T H K", (B, T, H, K))
+    HV, _ = checks.check_value_heads(x["v"], (B, T, H, K))
+    checks.check_array(names["gk"], x["gk"], "B T HV K", (B, T, HV, K))
+    checks.check_packed(cu_seqlens, B)

@@ -1,0 +1,49 @@
+"""Wrong arguments raise an error in the words of the function that was called, before anything is computed."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.dplr import chunk_dplr_delta_rule, chunk_rwkv7, ragged_dplr_delta_rule, recurrent_dplr_delta_rule
+from chunkwise.shared.testing.inputs import spec
+
+KEY = spec(1, 4, 1, 8)
+X = dict(q=KEY, k=KEY, v=spec(1, 4, 2, 8), a=KEY, b=KEY, gk=spec(1, 4, 2, 8))
+RWKV = {{"q": "r", "gk": "w"}.get(name, name): y for name, y in X.items()}
+WRONG = [
+    (dict(a=spec(1, 8, 1, 8)), "`a` must have shape [B, T, H, K] = (1, 4, 1, 8); got (1, 8, 1, 8)."),
+    (dict(b=spec(1, 4, 2, 8)), "`b` must have shape [B, T, H, K] = (1, 4, 1, 8); got (1, 4, 2, 8)."),
+    (dict(gk=spec(1, 4, 2)), "`gk` must have shape [B, T, HV, K]; got (1, 4, 2)."),
+    (dict(v=spec(1, 8, 2, 8)), "`v` must have shape [B, T, HV, V] = (1, 4, any, any); got (1, 8, 2, 8)."),
+    (dict(min_gate=1.0), "`min_gate` must be None or a number <= 0; got 1.0."),
+    (dict(cu_seqlens=np.array([0, 5])), "`cu_seqlens` must rise from 0 to at most T = 4; got [0, 5]."),
+    (dict(initial_state=spec(1, 1, 8, 8)), "`initial_state` must have shape [N, HV, K, V] = (1, 2, 8, 8)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+@pytest.mark.parametrize("function", [chunk_dplr_delta_rule, recurrent_dplr_delta_rule])
+def test_errors(function, wrong, message):
+    x = {name: jnp.zeros(y.shape, y.dtype) if hasattr(y, "dtype") else y for name, y in (X | wrong).items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(**x)
+
+
+@pytest.mark.parametrize(("name", "label"), [("r", "B, T, H, K"), ("w", "B, T, HV, K")])
+def test_errors_of_rwkv7_have_its_names(name, label):
+    with pytest.raises(ValueError, match=re.escape(f"`{name}` must have shape [{label}]; got (1, 4).")):
+        chunk_rwkv7(**RWKV | {name: spec(1, 4)})
+
+
+def test_a_pool_with_too_small_a_ring():
+    from chunkwise.shared.serving.state_pool import make_pool
+
+    x = {name: jnp.zeros(y.shape) for name, y in X.items()}
+    pool = make_pool(6, 2, 8, 8, replay=3, H=1, per_channel=True)
+    message = "`decode_tokens` must be at most 1, because every token takes 2 of the 3 tokens of the ring; got 2."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ragged_dplr_delta_rule(
+            **x, states=pool, cu_seqlens=np.array([0, 2, 4]), state_indices=np.arange(2), num_decodes=2, decode_tokens=2
+        )

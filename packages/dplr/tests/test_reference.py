@@ -1,0 +1,109 @@
+"""The delta rule with diagonal plus low-rank transitions against its definition in float64, and as RWKV-7."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.dplr import (
+    chunk_dplr_delta_rule,
+    chunk_rwkv7,
+    ragged_dplr_delta_rule,
+    recurrent_dplr_delta_rule,
+    recurrent_rwkv7,
+)
+from chunkwise.shared.testing import definitions
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import make_gate
+from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
+
+THOROUGH = dict(
+    test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
+        (implementation, form, gate, dtype) not in QUICK or (implementation, call) == ("fused", "recurrent")
+    ),
+)
+QUICK = (
+    *(("xla", form, "resets", jnp.float32) for form in FORMS),
+    ("xla", "rows", "strong", jnp.float32),
+    ("fused", "sequences", "resets", jnp.float32),
+)
+CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
+
+
+def inputs(B, T, H, HV, K, V, *, dtype=jnp.float32, seed=0, gate="logsigmoid", num_states=0, repeat_key=False):
+    """Return inputs: a of unit length, and b against it with rates up to 2 for a channel, for negative eigenvalues."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape)
+    a = normal(B, T, H, K)
+    a = np.broadcast_to(a[:, :1], a.shape) if repeat_key else a
+    a = a / np.linalg.norm(a, axis=-1, keepdims=True)
+    rate = 2 / (1 + np.exp(-normal(B, T, H, K)))
+    x = dict(q=normal(B, T, H, K), k=normal(B, T, H, K) * K**-0.5, v=normal(B, T, HV, V), a=-a, b=rate * a)
+    x = {name: jnp.asarray(y, dtype) for name, y in x.items()}
+    x["gk"] = jnp.asarray(make_gate(gate, rng, (B, T, HV, K)), jnp.float32)
+    if num_states:
+        x["initial_state"] = jnp.asarray(normal(num_states, HV, K, V), jnp.float32)
+    return x
+
+
+KIND = Kind(
+    chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule, definitions.dplr_delta_rule, inputs,
+    ("gk",),
+)  # fmt: skip
+NAMES = {"q": "r", "gk": "w"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("gate", ["logsigmoid", "strong", "resets"])
+@pytest.mark.parametrize(("call", "form"), CALLS)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_values_and_gradients(implementation, call, form, gate, dtype):
+    assert_values_and_gradients(KIND, call, form, implementation, dtype, gate=gate)
+
+
+def test_one_key_for_all_tokens():
+    assert_values_and_gradients(KIND, "chunk", "sequences", "xla", gate="zero", repeat_key=True)
+
+
+@pytest.mark.parametrize("call", ["chunk", "recurrent"])
+def test_rwkv7(call):
+    """It has other names, another order and a scale of 1; a promise about its decays changes nothing."""
+    renamed = lambda *args, **options: {NAMES.get(name, name): y for name, y in inputs(*args, **options).items()}
+    functions = dict(chunk=chunk_rwkv7, recurrent=recurrent_rwkv7)
+    static = dict(min_gate=-0.61) if call == "chunk" else {}
+    kind = KIND._replace(**functions, inputs=renamed, gates=("w",), names=NAMES, scale=1.0, static=static)
+    assert_values_and_gradients(kind, call, "rows", "xla", gate="logsigmoid/10")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_steps(implementation):
+    assert_steps(KIND, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+def test_rings(implementation):
+    assert_ring(KIND, 2, True, implementation)
+
+
+@pytest.mark.parametrize("function", [chunk_dplr_delta_rule, recurrent_dplr_delta_rule])
+def test_naive_function_of_flash_linear_attention(function):
+    """Its recurrence restated: alpha reads the state before the decay, and beta writes what it has read."""
+    x = inputs(1, 20, 2, 2, 8, 12, gate="resets", num_states=1)
+    q, k, v, alpha, beta, gk = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "a", "b", "gk"))
+    S, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
+    for i in range(20):
+        read = (S * alpha[i][..., None]).sum(-2, keepdims=True)
+        S = S * np.exp(gk[i])[..., None] + k[i][..., None] * v[i][:, None] + read * beta[i][..., None]
+        want[i] = 8**-0.5 * np.einsum("hd,hdm->hm", q[i], S)
+    o, state = function(**x, output_final_state=True)
+    assert_close("o", o[0], want, 1e-5)
+    assert_close("final_state", state[0], S, 1e-5)
+
+
+def test_two_types_of_keys():
+    """Keys that are written with b and with k may have two types; nothing is promoted in silence."""
+    x = inputs(1, 20, 1, 2, 8, 8)
+    mixed = x | dict(b=x["b"].astype(jnp.bfloat16))
+    with jax.numpy_dtype_promotion("strict"):
+        o = chunk_dplr_delta_rule(**mixed)[0]
+    assert_close("o", o, chunk_dplr_delta_rule(**mixed | dict(b=mixed["b"].astype(jnp.float32)))[0], 1e-6)
