@@ -26,7 +26,10 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 @pytest.mark.parametrize("function", [chunk_dplr_delta_rule, recurrent_dplr_delta_rule])
 def test_errors(function, wrong, message):
-    x = {name: jnp.zeros(y.shape, y.dtype) if hasattr(y, "dtype") else y for name, y in (X | wrong).items()}
+    x = {
+        name: y if isinstance(y, int | float | np.ndarray) else jnp.zeros(y.shape, y.dtype)
+        for name, y in (X | wrong).items()
+    }
     with pytest.raises(ValueError, match=re.escape(message)):
         function(**x)
 

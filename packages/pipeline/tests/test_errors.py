@@ -270,7 +270,7 @@ def test_arguments_of_flash_linear_attention(function):
     """The error comes first, whatever the tensors are."""
     kind = function.__name__.partition("_")[0]
     every = OF_PARTS if function in PARTS else ELSEWHERE.get(kind, " ".join(ELSEWHERE.values()))
-    for name in every.split():
+    for name in set(every.split()) - inspect.signature(function).parameters.keys():
         message = f"{function.__name__}() got an unexpected keyword argument '{name}': {INSTEAD[name]}"
         with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
             function(None, **{name: None})

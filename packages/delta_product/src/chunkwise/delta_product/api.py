@@ -138,8 +138,7 @@ def ragged_gated_delta_product(
 ) -> tuple[jax.Array, Pool]:
     """Gated DeltaProduct as one serving step: decodes, speculation and prefills over one pool of states.
 
-    The boundaries, the blocks
-    and the accepted tokens count tokens of q. A token takes n of the tokens of a ring, so `make_pool` needs n times as
-    many. Decodes of at most 4 / n tokens take the kernel that is best for decodes.
+    The boundaries, the blocks and the accepted tokens count tokens of q. A token takes n of the tokens of a ring, so
+    `make_pool` needs n times as many. Decodes of at most 4 / n tokens take the kernel that is best for decodes.
     """
     ...

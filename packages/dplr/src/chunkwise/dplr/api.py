@@ -32,13 +32,11 @@ def chunk_dplr_delta_rule(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The delta rule with diagonal plus low-rank transitions over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), where a reads the state before its decay::
-
         S_t = Diag(e^gk_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
         o_t = scale S_t^T q_t
 
-    It is the delta rule with two keys over 2 T tokens, and runs the kernels of `chunk_kda`. The outputs of the tokens
-    without a query are written and dropped.
+    a reads the state before its decay. It is the delta rule with two keys over 2 T tokens, and runs the kernels of
+    `chunk_kda`. The outputs of the tokens without a query are written and dropped.
 
     Args:
       a: keys [B, T, H, K] that read the state, without a minus sign: an erasing one points against b.
@@ -48,6 +46,8 @@ def chunk_dplr_delta_rule(
         state before, but a_t still reads it: to begin a sequence give its boundaries, or an a_t of zeros beside it.
       chunk_size: tokens of a chunk of the delta rule with two keys, of which a token takes two, one of 16, 32, 64, 128,
         or None for the best; static.
+      min_gate: a promise that no log decay is below it, in nats; None or a number, static. It changes none. As in
+        `chunk_kda`, a promise of -16.6 or more saves products.
 
     Accuracy: as `chunk_kda` over 2 T tokens.
     Cost: that of `chunk_kda` with erase keys over 2 T tokens, and one copy of every tensor.
@@ -77,20 +77,20 @@ def chunk_rwkv7(
     context_axis: str | tuple[str, ...] | None = None,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """RWKV-7 over whole sequences, chunk by chunk, differentiable: `chunk_dplr_delta_rule` in its names.
-
-    In value head n, with key head n // (HV // H)::
+    """RWKV-7 over whole sequences, chunk by chunk, differentiable.
 
         S_t = Diag(e^w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
         o_t = scale S_t^T r_t
 
-    The model has a = -kappa and b = kappa * eta, for a removal key kappa of unit length and rates eta from 0 to 1.
+    It is `chunk_dplr_delta_rule` in other names. The model has a = -kappa and b = kappa * eta, for a removal key kappa of
+    unit length and rates eta from 0 to 1.
 
     Args:
       r: receptances, the queries [B, T, H, K].
       w: log decay per channel [B, T, HV, K] in nats, at most 0; the model has -e^-0.5 sigmoid of its output, so that
-        min_gate=-0.61 holds.
+        the promise min_gate=-0.61 holds.
       k: keys [B, T, H, K].
+      min_gate: as in `chunk_dplr_delta_rule`, of w.
       scale: multiplies the output; a number, which is static, or a scalar array, which may be traced.
 
     Accuracy: as `chunk_kda` over 2 T tokens.
@@ -122,8 +122,6 @@ def recurrent_dplr_delta_rule(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The delta rule with diagonal plus low-rank transitions token by token, the decode path.
 
-    `chunk_dplr_delta_rule` has the equation, here for one new token or a few of every sequence, in one launch.
-
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 14 B T HV K V flops; every state is read and written once.
     """
@@ -150,9 +148,7 @@ def recurrent_rwkv7(
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """RWKV-7 token by token, the decode path: `recurrent_dplr_delta_rule` in its names.
-
-    `chunk_rwkv7` has the equation, here for one new token or a few of every sequence, in one launch.
+    """RWKV-7 token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
     Cost: 14 B T HV K V flops; every state is read and written once.
@@ -188,8 +184,7 @@ def ragged_dplr_delta_rule(
 ) -> tuple[jax.Array, Pool]:
     """The delta rule with diagonal plus low-rank transitions as one serving step, of RWKV-7 with scale=1.0.
 
-    `chunk_dplr_delta_rule` has the equation, here for every sequence of a packed stream: decodes, speculation and
-    prefills over one pool of states. A token takes two of the tokens of a ring, so `make_pool` needs twice as many.
-    Decodes of at most two tokens take the kernel that is best for decodes.
+    The boundaries, the blocks and the accepted tokens count tokens of q. A token takes two of the tokens of a ring, so
+    `make_pool` needs twice as many. Decodes of at most two tokens take the kernel that is best for decodes.
     """
     ...
