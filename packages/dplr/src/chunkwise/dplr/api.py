@@ -82,8 +82,8 @@ def chunk_rwkv7(
         S_t = Diag(e^w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
         o_t = scale S_t^T r_t
 
-    It is `chunk_dplr_delta_rule` in other names. The model has a = -kappa and b = kappa * eta, for a removal key kappa of
-    unit length and rates eta from 0 to 1.
+    It is `chunk_dplr_delta_rule` in other names. The model has a = -kappa and b = kappa * eta, for a removal key kappa
+    of unit length and rates eta from 0 to 1.
 
     Args:
       r: receptances, the queries [B, T, H, K].
