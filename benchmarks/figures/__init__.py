@@ -8,7 +8,7 @@ writes all pages.
 import re
 from pathlib import Path
 
-from benchmarks.figures import devices, evidence, kernels, machine, serving, tables  # noqa: F401
+from benchmarks.figures import devices, evidence, kernels, machine, serving, stages, tables  # noqa: F401
 
 BLOCK = re.compile(r"^<!-- figures: ([\w-]+) -->\n(?:.+\n)*", re.MULTILINE)
 

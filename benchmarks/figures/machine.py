@@ -155,6 +155,19 @@ def errors(name: str, points: tuple[float, ...]) -> str:
 
 
 @block
+def accuracy_worst() -> str:
+    """The largest errors of all operators."""
+    sweeps = {
+        "mean gates from -0.01 to -80 nats a token": rows_of("accuracy-gate"),
+        "one key in every token, beta = 1, mean gate -0.01 (delta rules)": select(rows_of("accuracy-keys"), point=1.0),
+    }
+    ours = lambda rows, dtype: [x["error"] for x in select(rows, dtype=dtype) if x["form"] in ("xla", "fused")]
+    cell = lambda dtype: lambda row: f"{max(ours(sweeps[row['inputs']], dtype)):.1e}"
+    columns = {"inputs": "inputs", "float32": cell("float32"), "bfloat16": cell("bfloat16")}
+    return table([{"inputs": name} for name in sweeps], columns)
+
+
+@block
 def accuracy_gate() -> str:
     """Errors against the strength of gates."""
     return errors("accuracy-gate", (0.01, 0.1, 1.0, 1.4, 5.0, 30.0, 80.0))

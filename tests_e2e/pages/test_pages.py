@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 DATA = sorted(path.name for path in (ROOT / "docs/data").iterdir())
 # The page on fine-tuning is one program, which a reader types from its first line to its last.
 MOST_LINES = {"maintain/lessons": 125, "fine-tuning": 290}
+TIMED = [path for path in figures.pages() if path.stem != "lessons"]
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
 
@@ -59,6 +60,15 @@ def test_no_figure_is_typed_into_the_page_of_performance():
     assert re.findall(r"\b\d+\.\d+\b|\b\d+ %|\b\d{4,}\b", text) == []
 
 
+@pytest.mark.parametrize("path", TIMED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_time_is_typed(path):
+    """Times and cycles come from docs/data, but for those that others publish; lessons are rows of its tables."""
+    text = re.sub(r"^<!-- figures: .*\n(.+\n)*|^```\w*\n(.*\n)*?```$", "", path.read_text(), flags=re.M)
+    sentences = re.split(r"(?<=[.:|])\s", text)
+    typed = [x for x in sentences if re.search(r"\b\d[\d,.]*\s(?:ms|us|cycles|bundles)\b", x)]
+    assert [x for x in typed if not re.search("publish", x)] == []
+
+
 def test_the_tolerances_of_the_tests_are_those_of_the_page():
     """Of outputs and states, of gradients, and of the gradients of gates."""
     text = (ROOT / "docs/numerics.md").read_text()
@@ -97,7 +107,14 @@ def test_the_drawing_of_decodes_names_who_asks():
 def test_data_is_shown(monkeypatch):
     """Every file of docs/data is read for a page, or a page links to it."""
     texts, read, rows_of = [path.read_text() for path in figures.pages()], set(), tables.rows_of
-    for module in (figures.devices, figures.evidence, figures.kernels, figures.machine, figures.serving):
+    for module in (
+        figures.devices,
+        figures.evidence,
+        figures.kernels,
+        figures.machine,
+        figures.serving,
+        figures.stages,
+    ):
         monkeypatch.setattr(module, "rows_of", lambda name: read.add(f"{name}.json") or rows_of(name))
     linked = {name for text in texts for name in re.findall(r"data/([\w.-]+)", figures.filled(text))}
     assert set(DATA) - read - linked == set()
