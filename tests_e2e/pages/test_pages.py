@@ -10,7 +10,7 @@ import pytest
 from benchmarks import figures
 from benchmarks.figures import tables
 from chunkwise import pipeline
-from chunkwise.shared.serving.decode import choose
+from chunkwise.shared.serving.decode import choose, launch
 from chunkwise.shared.testing import compare
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +102,12 @@ def test_the_drawing_of_decodes_names_who_asks():
     assert asking <= named <= set(sources)
     kernels = set(re.findall(r'^ *(?:return|name, limit =) "(\w+)"', inspect.getsource(choose.kernel_of), re.MULTILINE))
     assert kernels == set(re.findall(r'\| "(\w+)"', drawing))
+
+
+def test_the_limits_of_decodes_are_those_of_the_kernel():
+    text = (ROOT / "docs/serving-layers.md").read_text()
+    assert f"| value heads | up to {launch.MOST_HEADS} |" in text
+    assert f"| tokens of a decode | up to {launch.MOST_TOKENS}, each with a slot |" in text
 
 
 def test_data_is_shown(monkeypatch):
