@@ -1,0 +1,97 @@
+"""The contract: signatures and documentation; `operator` has the functions that they call."""
+
+import jax
+
+from chunkwise.mlstm import operator
+from chunkwise.mlstm.operator import MlstmState
+from chunkwise.shared.call import signature
+from chunkwise.shared.call.arguments import Sharding
+
+
+@signature.by_name(operator.chunk, "chunk")
+def chunk_mlstm(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    i: jax.Array,
+    f: jax.Array,
+    scale: float | None = None,
+    initial_state: MlstmState | None = None,
+    output_final_state: bool = False,
+    *,
+    eps: float = 1e-6,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, MlstmState | None]:
+    """mLSTM over whole sequences, chunk by chunk, differentiable.
+
+    In value head n, with key head n // (HV // H), and log f = log_sigmoid(f)::
+
+        m_t = max(log f_t + m_{t-1}, i_t)
+        C_t = e^(log f_t + m_{t-1} - m_t) C_{t-1} + e^(i_t - m_t) k_t v_t^T
+        n_t = e^(log f_t + m_{t-1} - m_t) n_{t-1} + e^(i_t - m_t) k_t
+        o_t = scale C_t^T q_t / (max(|scale n_t^T q_t|, e^-m_t) + eps)
+
+    The stabiliser m changes nothing but the share of eps, so no gradient goes through it. Everything else is
+    `chunk_simple_gla`, twice, with decays and weights of at most 1.
+
+    Args:
+      i: raw input gates [B, T, HV], the log of a weight, of any strength: -inf is a token that writes nothing. They
+        have any of these types.
+      f: raw forget gates [B, T, HV], of any strength: -inf forgets everything before. They have any of these types.
+      scale: multiplies the queries; defaults to K ** -0.5. It is a number, which is static, or a scalar array, which
+        may be traced.
+      initial_state: the `MlstmState` before every sequence, C [N, HV, K, V], n [N, HV, K] and m [N, HV] of any of these
+        types; None for no tokens before.
+      eps: is added to the divisor; a number, static.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the `MlstmState` after every sequence in float32, None unless asked for.
+      Every floating-point argument has a gradient, of the type of the argument; the final m has none. The kernels can
+      be differentiated once and in reverse mode, "xla" by any transform of JAX. NaN or infinity in one sequence does
+      not change a bit of the results of other sequences.
+
+    Raises:
+      NotImplementedError: "fused", if a head is too large for fast memory.
+
+    Accuracy: 1e-5 relative to the recurrence in float64 for float32 inputs, 5e-3 for bfloat16 inputs, whose weighted
+      keys and divided queries are rounded once more; the rounding of a stabiliser of 100 is 4e-6.
+    Cost: that of `chunk_simple_gla` with V value channels and with one register of them, and one pass over k and q.
+    Source: Beck et al., xLSTM (2024).
+    """
+    ...
+
+
+@signature.by_name(operator.recurrent, "recurrent", chunk_mlstm)
+def recurrent_mlstm(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    i: jax.Array,
+    f: jax.Array,
+    scale: float | None = None,
+    initial_state: MlstmState | None = None,
+    output_final_state: bool = False,
+    *,
+    eps: float = 1e-6,
+    cu_seqlens: jax.Array | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+) -> tuple[jax.Array, MlstmState | None]:
+    """mLSTM token by token, for decoding: one new token or a few for every sequence. `chunk_mlstm` has the equation.
+
+    Args:
+      initial_state: the `MlstmState` before every sequence; None for no tokens before.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the `MlstmState` after the tokens in float32, None unless asked for.
+
+    Accuracy: 1e-5 relative to float64 for float32 inputs; the arithmetic is float32.
+    Cost: 5 B T HV K (V + 1) flops; every state is read and written once.
+    """
+    ...

@@ -1,0 +1,228 @@
+"""mLSTM against its definition in float64, token by token: outputs, states, and the gradients of all arguments."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
+from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries
+
+T, HV, K, V = 150, 2, 24, 16
+PACKED = boundaries(1, 17, 0, 100, 8)  # an empty sequence, a sequence over two blocks of the scan, padding at the end
+IDS = jnp.asarray(np.repeat([[-2, 3, 5, -1, 5, 6]], [2, 1, 17, 4, 60, T - 84], axis=1), jnp.int32)
+# Options of a call, and how many states it has.
+FORMS = {
+    "rows": ({}, 2),
+    "stream": (dict(cu_seqlens=PACKED), 0),
+    "sequences": (dict(cu_seqlens=PACKED), 5),
+    "segments": (dict(segment_ids=IDS), 1),
+}
+# Forget gates near 1 as after training, gates of any strength, tokens that write nothing or forget everything, and
+# input gates that rise, so that the stabiliser follows them.
+GATES = {
+    "usual": lambda i, f: (i, f + 3),
+    "strong": lambda i, f: (30 * i, 30 * f),
+    "resets": lambda i, f: (
+        i.at[:, ::5].set(-jnp.inf), f.at[:, ::7].set(-jnp.inf).at[:, 3::7].set(jnp.inf).at[:, 1::7].set(-1e9)
+    ),
+    "rising": lambda i, f: (i + jnp.arange(i.shape[1])[None, :, None] / 4, f + 3),
+}  # fmt: skip
+QUICK = (
+    *(("chunk", form, "xla", "resets", jnp.float32) for form in ("rows", "sequences", "segments")),
+    ("chunk", "rows", "xla", "strong", jnp.float32),
+    ("chunk", "rows", "xla", "rising", jnp.float32),
+    ("chunk", "sequences", "fused", "usual", jnp.float32),
+    ("recurrent", "sequences", "xla", "resets", jnp.float32),
+)
+THOROUGH = dict(
+    test_values_and_gradients=lambda call, form, implementation, gate, dtype: (
+        (call, form, implementation, gate, dtype) not in QUICK
+    ),
+)
+
+
+def make(B=1, T=T, H=2, HV=HV, K=K, V=V, gate="usual", states=0, dtype=jnp.float32, repeat_key=False, seed=0):
+    """Return inputs by name."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, k, v = (draw(B, T, *tail).astype(dtype) for tail in ((H, K), (H, K), (HV, V)))
+    if gate == "rising":
+        # Where e^-m is small, a divisor of terms that cancel would amplify any rounding.
+        q, k = abs(q), abs(k)
+    i, f = GATES[gate](draw(B, T, HV), draw(B, T, HV))
+    x = dict(q=q, k=jnp.broadcast_to(k[:, :1], k.shape) if repeat_key else k, v=v, i=i, f=f)
+    if states:
+        x["initial_state"] = MlstmState(draw(states, HV, K, V), draw(states, HV, K), draw(states, HV))
+    return x
+
+
+def sequences(B, T, cu_seqlens=None, segment_ids=None):
+    """Return where sequences begin and end.
+
+    int [B, T]: the initial state with which a token begins, N for none, and -1 where it continues a sequence. bool
+    [B, T]: False for padding. For every state the row and the token after which it is final, None for no token.
+    """
+    begins, valid = np.full((B, T), -1), np.ones((B, T), bool)
+    if cu_seqlens is not None:
+        starts, stops = np.asarray(cu_seqlens)[:-1], np.asarray(cu_seqlens)[1:]
+        begins[0, starts[starts < stops]] = np.flatnonzero(starts < stops)
+        valid[0, stops[-1] :] = False
+        return begins, valid, [(0, b - 1) if a < b else None for a, b in zip(starts, stops, strict=True)]
+    begins[:, 0] = np.arange(B)
+    for row, t in np.argwhere(valid) if segment_ids is not None else ():
+        ids = np.asarray(segment_ids)[row]
+        valid[row, t] = ids[t] >= 0
+        if ids[t] >= 0 and t and ids[t] != ids[t - 1] and (ids[:t] >= 0).any():
+            begins[row, t] = B
+    return begins, valid, [(row, T - 1) for row in range(B)]
+
+
+def definition(x, cu_seqlens=None, segment_ids=None, eps=1e-6, fixed=jax.lax.stop_gradient):
+    """Return o and the final states, token by token; by the function `fixed` the stabilisers have no gradient."""
+    (B, T, H, K), (HV, V), scale = x["q"].shape, x["v"].shape[2:], x["q"].shape[3] ** -0.5
+    begins, valid, ends = sequences(B, T, cu_seqlens, segment_ids)
+    empty = jnp.zeros((1, HV, K, V)), jnp.zeros((1, HV, K)), jnp.full((1, HV), -jnp.inf)
+    before = x.get("initial_state") or [jnp.repeat(y, len(ends), axis=0) for y in empty]
+    # The state is C e^m. If the stabilisers are numbers, so is the first one, and its gradient is that of the state.
+    change = jnp.where(jnp.isneginf(before[2]), 1.0, jnp.exp(before[2] - fixed(before[2])))
+    before = before[0] * change[..., None, None], before[1] * change[..., None], fixed(before[2])
+    states = tuple(jnp.concatenate(pair) for pair in zip(before, empty, strict=True))
+    q, k = (jnp.repeat(x[name], HV // H, axis=2) for name in ("q", "k"))
+    finite = lambda m: jnp.where(jnp.isneginf(m), 0.0, m)
+
+    def step(state, token):
+        begin, exists, q, k, v, i, log_f = token
+        old = C, n, m = tuple(jnp.where(begin >= 0, y[begin], x) for x, y in zip(state, states, strict=True))
+        new = fixed(jnp.maximum(log_f + m, i))
+        decay, weight = (jnp.where(jnp.isneginf(y), 0.0, jnp.exp(finite(y) - finite(new))) for y in (log_f + m, i))
+        C = decay[:, None, None] * C + weight[:, None, None] * k[:, :, None] * v[:, None]
+        n = decay[:, None] * n + weight[:, None] * k
+        divisor = jnp.maximum(jnp.abs(scale * jnp.sum(n * q, axis=1)), jnp.exp(-new)) + eps
+        o = scale * jnp.einsum("hkv,hk->hv", C, q) / divisor[:, None]
+        state = tuple(jnp.where(exists, x, y) for x, y in zip((C, n, new), old, strict=True))
+        return state, (jnp.where(exists, o, 0.0), state)
+
+    tokens = begins, valid, q, k, x["v"], x["i"], jax.nn.log_sigmoid(x["f"])
+    row = lambda *tokens: jax.lax.scan(step, tuple(y[-1] for y in states), tokens)[1]
+    o, after = jax.vmap(row)(*map(jnp.asarray, tokens))
+    last = [[y[n] if end is None else z[end] for y, z in zip(states, after, strict=True)] for n, end in enumerate(ends)]
+    return o, MlstmState(*(jnp.stack(y) for y in zip(*last, strict=True)))
+
+
+def judged(x, do, dC, dn, **options):
+    """Return o, the final states, and the gradients of everything, in float64."""
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda y: jnp.asarray(np.asarray(y, np.float64)), tree)
+
+        def run(x):
+            o, state = definition(x, **options)
+            return jnp.sum(o * wide(do)) + jnp.sum(state.C * wide(dC)) + jnp.sum(state.n * wide(dn)), (o, state)
+
+        gradients, results = jax.jit(jax.grad(run, has_aux=True))(wide(x))
+        return jax.tree.map(np.asarray, (*results, gradients))
+
+
+def assert_all_close(got, want, limit, name):
+    for part, x, y in zip(MlstmState._fields, got, want, strict=True):
+        exists = np.isfinite(y)
+        assert np.array_equal(np.asarray(x)[~exists], y[~exists])
+        assert_close(f"{name}.{part}", np.where(exists, x, 0.0), np.where(exists, y, 0.0), limit)
+
+
+def check(function, x, form="rows", limits=None, gradient_limits=None, **options):
+    """Compare outputs, states and gradients with the definition; padding is NaN, and gives zeros."""
+    fixed, states = FORMS[form]
+    rng = np.random.default_rng(1)
+    (B, T, HV, V), K, dtype = x["v"].shape, x["q"].shape[3], x["v"].dtype.name
+    N = max(states, B) if "cu_seqlens" not in fixed else len(PACKED) - 1
+    do = jnp.asarray(rng.standard_normal((B, T, HV, V)), dtype)
+    dC, dn = (jnp.asarray(rng.standard_normal((N, HV, *tail)), jnp.float32) * bool(states) for tail in ((K, V), (K,)))
+    valid = np.ones((B, T), bool)
+    if "cu_seqlens" in fixed:
+        valid = np.arange(T)[None] < int(PACKED[-1])
+    if "segment_ids" in fixed:
+        valid = np.asarray(IDS) >= 0
+    put = lambda y: jnp.where(valid.reshape(B, T, *(1,) * (y.ndim - 2)), y, jnp.nan)
+    poisoned = {name: y if name == "initial_state" else put(y) for name, y in x.items()}
+    o, state, gradients = judged(x, np.where(valid[..., None, None], do, 0.0), dC, dn, **fixed)
+
+    @jax.jit
+    def run(x):
+        call = functools.partial(function, output_final_state=bool(states), **fixed, **options)
+        (o, state), pull = jax.vjp(lambda x: call(**x), x)
+        dstate = None if state is None else MlstmState(dC, dn, jnp.zeros_like(state.m))
+        return o, state, pull((do, dstate))[0]
+
+    got, after, found = run(poisoned)
+    assert got.dtype == dtype
+    assert_close("o", got, o, (limits or TOLERANCE)[dtype])
+    if states:
+        assert_all_close(after, state, (limits or TOLERANCE)[dtype], "final_state")
+    for name, want in gradients.items():
+        limit = (gradient_limits or (GATE_GRADIENT_TOLERANCE if name in "if" else GRADIENT_TOLERANCE))[dtype]
+        if name == "initial_state":
+            assert_all_close(found[name], want, limit, "dinitial_state")
+        else:
+            assert_close(f"d{name}", np.where(np.isfinite(want), found[name], 0.0), want, limit)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("call", ["chunk", "recurrent"])
+def test_values_and_gradients(call, form, implementation, gate, dtype):
+    if call == "recurrent" and form == "segments":
+        pytest.skip("it takes no ids")
+    states, B = FORMS[form][1], 2 if form == "rows" else 1
+    # A stabiliser of 100 is rounded to 4e-6, and so is every exponent.
+    rounded = {"float32": 1e-4, "bfloat16": 3e-2} if gate in ("strong", "rising") else None
+    x = make(B, gate=gate, states=states, dtype=dtype)
+    check({"chunk": chunk_mlstm, "recurrent": recurrent_mlstm}[call], x, form, rounded, rounded,
+          implementation=implementation)  # fmt: skip
+
+
+def test_heads_that_share_keys():
+    """Keys that repeat, value heads of one key head, float16, and one token are as any other."""
+    check(chunk_mlstm, make(2, 9, H=1, states=2, repeat_key=True), implementation="xla")
+    loose = dict(float16=2e-3)
+    check(
+        chunk_mlstm, make(2, 1, states=2, dtype=jnp.float16), limits=loose, gradient_limits=loose, implementation="xla"
+    )
+
+
+def test_stabilisers_need_no_gradient():
+    """Without eps, a definition with gradients through the stabilisers has the same gradients."""
+    x = make(T=20)
+    with jax.enable_x64(True):
+        x = jax.tree.map(lambda y: jnp.asarray(np.asarray(y, np.float64)), x)
+        of = lambda fixed: jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(definition(x, eps=0.0, fixed=fixed)[0]))))(x)
+        with_gradient, without = of(lambda m: m), of(jax.lax.stop_gradient)
+        for name, want in with_gradient.items():
+            assert_close(f"d{name}", without[name], want, 1e-12)
+
+
+def test_in_parts():
+    """A sequence in two calls has the results and the gradients of one call."""
+    x, cotangent = make(T=40, states=1), make(T=40)["v"]
+    part = lambda x, tokens: {name: y if name == "initial_state" else y[:, tokens] for name, y in x.items()}
+
+    def split(x):
+        first, state = chunk_mlstm(**part(x, slice(17)), output_final_state=True)
+        rest = part(x, slice(17, None)) | dict(initial_state=state)
+        return jnp.concatenate([first, chunk_mlstm(**rest)[0]], axis=1)
+
+    @jax.jit
+    def run(x):
+        found, pull = jax.vjp(split, x)
+        return found, pull(cotangent)[0]
+
+    o, _, want = judged(x, cotangent, *(jnp.zeros_like(y) for y in x["initial_state"][:2]))
+    found, gradients = run(x)
+    assert_close("o", found, o, 1e-5)
+    for got, expected in zip(*map(jax.tree.leaves, (gradients, want)), strict=True):
+        assert_close("gradient", got, expected, 1e-4)
