@@ -20,9 +20,9 @@ ENDS, SLOTS = (0, 7, T), 12
 CHANNEL_GATES = ("kda", "gdn2", "gla", "dplr_delta_rule", "rwkv7")
 # Tile sizes that are not ones.
 CONFIGS = {"causal_conv1d": (16, 128), "cumsum": (1, 128)}
-OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr")
+OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr", "mlstm")
 # The packages whose kernels a package runs.
-KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}}
+KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}, "mlstm": {"fused_gla"}}
 
 
 def run(package: str) -> None:
@@ -44,7 +44,7 @@ def operands(name: str) -> dict[str, Any]:
         "q": draw(1, T, H, K), "k": draw(1, T * n, H, K), "v": draw(1, T * n, HV, V), "p": draw(1, T, H, K),
         "g": -abs(draw(1, T, *gates)), "beta": abs(draw(1, T * n, HV)), "b": abs(draw(1, T, HV, K)),
         "w": abs(draw(1, T, HV, V)), "g_gamma": -abs(draw(HV)), "A_log": draw(HV), "dt_bias": draw(*gates),
-        "states": draw(SLOTS, HV, K, V), "num_householder": n,
+        "states": draw(SLOTS, HV, K, V), "num_householder": n, "i": draw(1, T, HV), "f": draw(1, T, HV),
         **keys, **gates_by_name,
     }  # fmt: skip
 
@@ -56,6 +56,9 @@ def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
     int32 = lambda *values: np.array(values, np.int32)
     x = operands(name)
     ends, ids, pool = int32(*ENDS), np.repeat(int32(0, 1, -1), (7, 14, 3))[None], x["states"]
+    states = pool[:N]
+    if name.endswith("_mlstm"):
+        states = states, states[..., 0], states[..., 0, 0]
     raw = dict(
         use_gate_in_kernel=True, A_log=x["A_log"], dt_bias=x["dt_bias"], lower_bound=-5.0, min_gate=-5.0,
         use_beta_sigmoid_in_kernel=True, use_erase_sigmoid_in_kernel=True, use_write_sigmoid_in_kernel=True,
@@ -66,11 +69,12 @@ def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
     )
     if not name.startswith("ragged_"):
         step = dict(
-            initial_state=pool, state_indices=int32(3, 1), has_initial_state=np.array([True, False]), cu_seqlens=ends,
+            initial_state=states if name.endswith("_mlstm") else pool, state_indices=int32(3, 1),
+            has_initial_state=np.array([True, False]), cu_seqlens=ends,
             output_final_state=True,
         )  # fmt: skip
         return [
-            dict(common, initial_state=pool[:N], output_final_state=True, cu_seqlens=ends),
+            dict(common, initial_state=states, output_final_state=True, cu_seqlens=ends, eps=1e-5),
             dict(raw, segment_ids=ids, implementation="fused", config=config),
             dict(raw, sharding="heads", output_final_state=True),
             dict(context_axis="tokens"),
@@ -171,7 +175,8 @@ def trace(function, call: dict[str, Any]) -> None:
 def check(package: str) -> None:
     """Trace every public function of a package with every argument."""
     module = importlib.import_module(f"chunkwise.{package}")
-    config = module.Config(*CONFIGS.get(package, (1,) * len(dataclasses.fields(module.Config))))
+    Config = getattr(module, "Config", None)
+    config = Config and Config(*CONFIGS.get(package, (1,) * len(dataclasses.fields(Config))))
     for name in module.__all__:
         function = getattr(module, name)
         if not inspect.isfunction(function):

@@ -40,7 +40,8 @@ REFERENCE = {
     "Layers": ["packages/layers.md"],
     "Flax": ["packages/integrations.nnx.md", "packages/integrations.md"],
     "Operators": [
-        f"packages/{name}.md" for name in ("fused_gdn", "kda", "two_keys", "fused_gla", "delta_product", "dplr")
+        f"packages/{name}.md"
+        for name in ("fused_gdn", "kda", "two_keys", "fused_gla", "delta_product", "dplr", "mlstm")
     ],
     "Stages": [f"packages/{name}.md" for name in ("cumsum", "kkt", "solve_tril", "wy_fast", "chunk_h", "chunk_o")],
 }

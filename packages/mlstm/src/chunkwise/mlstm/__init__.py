@@ -1,4 +1,4 @@
-"""mLSTM of xLSTM, linear attention with exponential gates and a normaliser: over whole sequences, and token by token."""
+"""mLSTM of xLSTM, linear attention with exponential gates and a normaliser: over sequences, and token by token."""
 
 from chunkwise.mlstm.api import chunk_mlstm, recurrent_mlstm
 from chunkwise.mlstm.operator import MlstmState

@@ -27,7 +27,7 @@ def chunk_mlstm(
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, MlstmState | None]:
-    """mLSTM over whole sequences, chunk by chunk, differentiable.
+    """The mLSTM of xLSTM over whole sequences, chunk by chunk, differentiable.
 
     In value head n, with key head n // (HV // H), and log f = log_sigmoid(f)::
 
@@ -83,7 +83,9 @@ def recurrent_mlstm(
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[jax.Array, MlstmState | None]:
-    """mLSTM token by token, for decoding: one new token or a few for every sequence. `chunk_mlstm` has the equation.
+    """The mLSTM token by token, for decoding: one new token or a few for every sequence.
+
+    `chunk_mlstm` has the equation.
 
     Args:
       initial_state: the `MlstmState` before every sequence; None for no tokens before.

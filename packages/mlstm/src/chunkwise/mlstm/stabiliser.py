@@ -1,6 +1,7 @@
 """The stabilisers of mLSTM, and with them its gates as decays and weights that are at most 1.
 
-The stabiliser m_t = max(log f_t + m_{t-1}, i_t) is a scan of maps m -> max(m + F, top). A sequence begins with F = -inf.
+The stabiliser m_t = max(log f_t + m_{t-1}, i_t) is a scan of maps m -> max(m + F, top). A sequence begins with
+F = -inf.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared.kernels import chunking, segment_tables
-from chunkwise.shared.plain import affine_scan, stream
+from chunkwise.shared.plain import stream
 
 # Tokens of a block of the scan; the scan over blocks has as many elements fewer.
 _BLOCK = 128

@@ -15,6 +15,7 @@ from chunkwise.dplr import (
 from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
+from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
 from chunkwise.pipeline.check_inputs import check_inputs
 from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
@@ -33,6 +34,7 @@ register_all()
 
 __version__ = version.of(__name__)
 __all__ = [
+    "MlstmState",
     "StatePool",
     "check_inputs",
     "check_step",
@@ -43,6 +45,7 @@ __all__ = [
     "chunk_gdn2",
     "chunk_gla",
     "chunk_kda",
+    "chunk_mlstm",
     "chunk_rwkv7",
     "chunk_simple_gla",
     "make_pool",
@@ -62,6 +65,7 @@ __all__ = [
     "recurrent_gdn2",
     "recurrent_gla",
     "recurrent_kda",
+    "recurrent_mlstm",
     "recurrent_rwkv7",
     "recurrent_simple_gla",
     "write_states",

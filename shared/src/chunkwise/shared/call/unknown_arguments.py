@@ -45,8 +45,8 @@ INSTEAD = {
     "inplace_final_state": "leave it out; with `state_indices` the final states are the new pool, and jit with "
     "`donate_argnames` updates it in place.",
     "output_dtype": "leave it out, and cast the result.",
-    "state_indices": "the recurrent and ragged functions of operators whose state is one array take it; elsewhere gather "
-    "the states of the slots before the call, and scatter them after it.",
+    "state_indices": "the recurrent and ragged functions of operators whose state is one array take it; elsewhere "
+    "gather the states of the slots before the call, and scatter them after it.",
     "use_graph": _GRAPH,
     "max_num_seqs": _GRAPH,
     "backend": "leave it out, or name an `implementation`.",
