@@ -1,6 +1,8 @@
 """Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
 
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,10 @@ import pytest
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
 from chunkwise.shared.testing.inputs import spec
 
-GOOD = dict(
+STATE: Any = MlstmState._make(spec(2, 2, *tail) for tail in ((8, 4), (8,), ()))
+GOOD: dict[str, Any] = dict(
     q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), i=spec(2, 64, 2), f=spec(2, 64, 2),
-    initial_state=MlstmState(spec(2, 2, 8, 4), spec(2, 2, 8), spec(2, 2)),
+    initial_state=STATE,
 )  # fmt: skip
 
 
@@ -28,11 +31,11 @@ GOOD = dict(
             "`initial_state` must be None or an MlstmState (C, n, m); got an array float32 (2, 2, 8, 4).",
         ),
         (
-            dict(initial_state=GOOD["initial_state"]._replace(n=spec(2, 2, 4))),
+            dict(initial_state=STATE._replace(n=spec(2, 2, 4))),
             "`initial_state.n` must have shape [N, HV, K] = (2, 2, 8); got (2, 2, 4).",
         ),
         (
-            dict(initial_state=GOOD["initial_state"]._replace(m=spec(2, 2, 1))),
+            dict(initial_state=STATE._replace(m=spec(2, 2, 1))),
             "`initial_state.m` must have shape [N, HV]; got (2, 2, 1).",
         ),
         (dict(eps=-1.0), "`eps` must be a finite number of at least 0; got -1.0."),
@@ -58,12 +61,12 @@ def test_no_pool():
     with pytest.raises(
         TypeError, match="unexpected keyword argument 'state_indices': the recurrent and ragged functions"
     ):
-        recurrent_mlstm(**GOOD, state_indices=jnp.zeros(2, jnp.int32))
+        functools.partial(recurrent_mlstm, **GOOD)(state_indices=jnp.zeros(2, jnp.int32))
 
 
 def test_errors_have_its_name():
     """What a kernel lacks is said of the function that was called."""
-    x = {name: jnp.zeros(y.shape) for name, y in GOOD.items() if name != "initial_state"}
+    x: dict[str, Any] = {name: jnp.zeros(y.shape) for name, y in GOOD.items() if name != "initial_state"}
     run = lambda q: chunk_mlstm(**x | dict(q=q), implementation="fused")[0]
     with pytest.raises(NotImplementedError, match="chunk_mlstm has no forward-mode derivative"):
         jax.jvp(run, (x["q"],), (x["q"],))

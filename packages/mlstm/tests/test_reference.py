@@ -1,6 +1,7 @@
 """mLSTM against its definition in float64, token by token: outputs, states, and the gradients of all arguments."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def make(B=1, T=T, H=2, HV=HV, K=K, V=V, gate="usual", states=0, dtype=jnp.float
         # Where e^-m is small, a divisor of terms that cancel would amplify any rounding.
         q, k = abs(q), abs(k)
     i, f = GATES[gate](draw(B, T, HV), draw(B, T, HV))
-    x = dict(q=q, k=jnp.broadcast_to(k[:, :1], k.shape) if repeat_key else k, v=v, i=i, f=f)
+    x: dict[str, Any] = dict(q=q, k=jnp.broadcast_to(k[:, :1], k.shape) if repeat_key else k, v=v, i=i, f=f)
     if states:
         x["initial_state"] = MlstmState(draw(states, HV, K, V), draw(states, HV, K), draw(states, HV))
     return x
@@ -213,7 +214,7 @@ def test_in_parts():
 
     def split(x):
         first, state = chunk_mlstm(**part(x, slice(17)), output_final_state=True)
-        rest = part(x, slice(17, None)) | dict(initial_state=state)
+        rest: Any = part(x, slice(17, None)) | dict(initial_state=state)
         return jnp.concatenate([first, chunk_mlstm(**rest)[0]], axis=1)
 
     @jax.jit

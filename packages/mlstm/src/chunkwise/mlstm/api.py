@@ -36,31 +36,25 @@ def chunk_mlstm(
         n_t = e^(log f_t + m_{t-1} - m_t) n_{t-1} + e^(i_t - m_t) k_t
         o_t = scale C_t^T q_t / (max(|scale n_t^T q_t|, e^-m_t) + eps)
 
-    The stabiliser m changes nothing but the share of eps, so no gradient goes through it. Everything else is
-    `chunk_simple_gla`, twice, with decays and weights of at most 1.
+    C, n and e^-m are divided by e^m, which changes nothing but the share of eps; so m has no gradient.
 
     Args:
-      i: raw input gates [B, T, HV], the log of a weight, of any strength: -inf is a token that writes nothing. They
-        have any of these types.
-      f: raw forget gates [B, T, HV], of any strength: -inf forgets everything before. They have any of these types.
-      scale: multiplies the queries; defaults to K ** -0.5. It is a number, which is static, or a scalar array, which
-        may be traced.
-      initial_state: the `MlstmState` before every sequence, C [N, HV, K, V], n [N, HV, K] and m [N, HV] of any of these
-        types; None for no tokens before.
+      i: raw input gates [B, T, HV], logs of weights, of any of these types and any strength; -inf writes nothing.
+      f: raw forget gates [B, T, HV], of any of these types and any strength; -inf forgets everything before.
+      scale: multiplies the queries; defaults to K ** -0.5. A number, which is static, or a scalar array.
+      initial_state: the `MlstmState` before every sequence, of any of these types; None for no tokens before.
       eps: is added to the divisor; a number, static.
 
     Returns:
       o [B, T, HV, V] in the type of v, and the `MlstmState` after every sequence in float32, None unless asked for.
       Every floating-point argument has a gradient, of the type of the argument; the final m has none. The kernels can
-      be differentiated once and in reverse mode, "xla" by any transform of JAX. NaN or infinity in one sequence does
-      not change a bit of the results of other sequences.
+      be differentiated once and in reverse mode, "xla" by any transform of JAX.
 
     Raises:
       NotImplementedError: "fused", if a head is too large for fast memory.
 
-    Accuracy: 1e-5 relative to the recurrence in float64 for float32 inputs, 5e-3 for bfloat16 inputs, whose weighted
-      keys and divided queries are rounded once more; the rounding of a stabiliser of 100 is 4e-6.
-    Cost: that of `chunk_simple_gla` with V value channels and with one register of them, and one pass over k and q.
+    Accuracy: 1e-5 relative to the recurrence in float64 for float32 inputs, 5e-3 for bfloat16 inputs.
+    Cost: that of `chunk_simple_gla` with V value channels and with 128, and one pass over k and one over q.
     Source: Beck et al., xLSTM (2024).
     """
     ...
@@ -86,12 +80,6 @@ def recurrent_mlstm(
     """The mLSTM token by token, for decoding: one new token or a few for every sequence.
 
     `chunk_mlstm` has the equation.
-
-    Args:
-      initial_state: the `MlstmState` before every sequence; None for no tokens before.
-
-    Returns:
-      o [B, T, HV, V] in the type of v, and the `MlstmState` after the tokens in float32, None unless asked for.
 
     Accuracy: 1e-5 relative to float64 for float32 inputs; the arithmetic is float32.
     Cost: 5 B T HV K (V + 1) flops; every state is read and written once.

@@ -41,70 +41,55 @@ class MlstmState(NamedTuple):
 
 
 Results = tuple[jax.Array, MlstmState | None]
-# From arguments and options to the output and the final states, None unless asked for.
-Attend = Callable[[Arguments, Options], tuple[jax.Array, Any]]
 
 
 def chunk(named: dict[str, Any]) -> Results:
     """Run `chunk_mlstm` with these arguments by name."""
-    x, options, implementation = _checked(named)
+    x, options = _checked(named)
     # Without a delta rule, whose inverse grows with it, the largest size that any implementation prefers is the best.
     if options.chunk_size is None:
         options = options._replace(chunk_size=tuning.best_chunk_size("xla", x.q.shape[1], delta=False))
-    how = implementations.choose(OPERATOR.implementations, implementation, x, options).name
-    # The kernels take whole registers of values: then all lanes of a register have the divisor.
-    lanes = packed.LANES if how == "fused" else 1
+    how = implementations.choose(OPERATOR.implementations, named["implementation"], x, options).name
     attend = lambda x, options: OPERATOR.chunk(x, options, how)
-    return _run(attend, attend, x, options, named, lanes)
+    # The kernels take whole registers of values: then all lanes of a register have the divisor.
+    return _run(attend, attend, x, options, named, packed.LANES if how == "fused" else 1)
 
 
 def recurrent(named: dict[str, Any]) -> Results:
     """Run `recurrent_mlstm` with these arguments by name."""
-    x, options, implementation = _checked(named)
-    x = x._replace(slots=Slots())
+    x, options = _checked(named)
     by = lambda implementation: lambda x, options: OPERATOR.recurrent(x, options, implementation)
     # The normaliser has too few numbers for a kernel.
-    return _run(by("xla"), by(implementation), x, options, named, 1)
+    return _run(by("xla"), by(named["implementation"]), x._replace(slots=Slots()), options, named, 1)
 
 
-def _checked(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:
-    """Return the checked arguments without the state and the gates, the options, and the name of an implementation."""
-    x, options, implementation = signature.to_records(named | dict(initial_state=None))
+def _checked(named: dict[str, Any]) -> tuple[Arguments, Options]:
+    """Return the checked arguments without the state and the gates, and the options."""
+    x, options, _ = signature.to_records(named | dict(initial_state=None))
     x = x.with_int32()
     OPERATOR.check(x, options)
     (B, T, HV, V), K, state, eps = x.v.shape, x.q.shape[3], named["initial_state"], named["eps"]
     for name in ("i", "f"):
         checks.check_array(name, named[name], "B T HV", (B, T, HV))
-    rule = "`initial_state` must be None or an MlstmState (C, n, m)"
     parts = state is None or (isinstance(state, tuple) and len(state) == 3)
-    checks.check(parts, f"{rule}; got {checks.shown(state)}.")
-    sizes = dict(C=("N HV K V", (HV, K, V)), n=("N HV K", (HV, K)), m=("N HV", (HV,)))
-    for y, (name, (dims, shape)) in zip(state or (), sizes.items(), strict=False):
-        checks.check_array(f"initial_state.{name}", y, dims, (x.num_states, *shape))
-    number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
-    checks.check(
-        number and 0 <= eps < math.inf,
-        f"`eps` must be a finite number of at least 0{checks.when_built(eps)}; got {checks.shown(eps)}.",
-    )
-    return arguments.check_shared(x, options), options, implementation
+    checks.check(parts, f"`initial_state` must be None or an MlstmState (C, n, m); got {checks.shown(state)}.")
+    for y, (name, *tail) in zip(state or (), (("C", K, V), ("n", K), ("m",)), strict=False):
+        dims = ["N", "HV", "K", "V"][: 2 + len(tail)]
+        checks.check_array(f"initial_state.{name}", y, " ".join(dims), (x.num_states, HV, *tail))
+    number = isinstance(eps, numbers.Real) and not isinstance(eps, bool) and 0 <= float(eps) < math.inf
+    rule = f"`eps` must be a finite number of at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
+    checks.check(number, rule)
+    return arguments.check_shared(x, options), options
 
 
-def _run(of_ones: Attend, of_values: Attend, x: Arguments, options: Options, named: dict, lanes: int) -> Results:
-    """Return the output and the final states.
-
-    Args:
-      of_ones, of_values: simple gated linear attention, for the divisor and for the output.
-      x, options: checked arguments and options.
-      named: the arguments of the call by name.
-      lanes: how many channels of values are ones.
-    """
+def _run(of_ones: Callable, of_values: Callable, x: Arguments, options: Options, named: dict, lanes: int) -> Results:
+    """Return the output and the final states, by simple gated linear attention of so many lanes of ones, and of v."""
     C, n, before = _start(named["initial_state"], (x.num_states, x.v.shape[2]), lanes)
-    gates = stabiliser.stabilise(
-        *(_whole_rows(named[name]) for name in ("i", "f")), before, x.cu_seqlens, x.segment_ids,
-        checks.check_context_axis(options.context_axis),
-    )  # fmt: skip
-    # Padding may hold anything, and a product with 0 does not stop NaN.
-    q, k = (chunking.select_tokens(gates.valid, _of_value_heads(y, x.v)) for y in (x.q, x.k))
+    i, f, axes = _whole_rows(named["i"]), _whole_rows(named["f"]), checks.check_context_axis(options.context_axis)
+    gates = stabiliser.stabilise(i, f, before, x.cu_seqlens, x.segment_ids, axes)
+    # Weights and divisors are of value heads. Padding may hold anything, and a product with 0 does not stop NaN.
+    heads = lambda y: y if y.shape[2] == x.v.shape[2] else jnp.repeat(y, x.v.shape[2] // y.shape[2], axis=2)
+    q, k = (chunking.select_tokens(gates.valid, heads(jnp.asarray(y))) for y in (x.q, x.k))
     x = x._replace(k=_times(k, gates.weight[..., None]), g=gates.decay)
     ones = x._replace(q=q, v=_ones(x.v, lanes), initial_state=n)
     y, n = of_ones(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
@@ -113,21 +98,13 @@ def _run(of_ones: Attend, of_values: Attend, x: Arguments, options: Options, nam
     return o, MlstmState(C, n[..., 0], gates.last) if options.output_final_state else None
 
 
-def _of_value_heads(y: jax.Array, v: jax.Array) -> jax.Array:
-    """Return queries or keys [B, T, H, K] for every value head, because weights and divisors are of value heads."""
-    group = v.shape[2] // y.shape[2]
-    return jnp.asarray(y) if group == 1 else jnp.repeat(y, group, axis=2)
-
-
 def _times(y: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return y [B, T, HV, K] times a factor, which all lanes [B, T, HV, lanes] of a register may have.
-
-    A float16 has too few powers of two for it.
-    """
-    lanes, dtype = factor.shape[3], jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
-    if lanes == 1 or y.shape[3] % lanes:
-        return (y.astype(jnp.float32) * factor[..., :1]).astype(dtype)
-    registers = y.astype(jnp.float32).reshape(*y.shape[:3], -1, lanes)
+    """Return y [B, T, HV, K] times a factor [B, T, HV, lanes] that is the same in all lanes."""
+    # A float16 has too few powers of two for it.
+    dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
+    if y.shape[3] % factor.shape[3]:
+        factor = factor[..., :1]
+    registers = y.astype(jnp.float32).reshape(*y.shape[:3], -1, factor.shape[3])
     return (registers * factor[..., None, :]).reshape(y.shape).astype(dtype)
 
 
@@ -144,28 +121,23 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
 
 
 def _ones(v: jax.Array, lanes: int) -> jax.Array:
-    """Return values of ones, which lie on a mesh as v does.
-
-    In a kernel they have the type of v, because a float32 among its operands makes products of float32.
-    """
-    ones = compat.varying_zeros((*v.shape[:3], lanes), v) + 1.0
+    """Return values of ones, which lie on a mesh as v does."""
+    ones, kind = compat.varying_zeros((*v.shape[:3], lanes), v) + 1.0, jax.typeof(v).sharding
+    # A float32 among the operands of a kernel would make all products float32.
     ones = ones if lanes == 1 else ones.astype(v.dtype)
-    kind = jax.typeof(v).sharding
     return ones if kind.mesh.empty else jax.sharding.reshard(ones, _unsplit_channels(kind))
 
 
 def _unsplit_channels(sharding: Any) -> Any:
-    """Return the sharding of v without its value channels, which are ones."""
-    if sharding is None:
-        return None
-    spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
-    spec = PartitionSpec(*spec[:3])
-    return spec if isinstance(sharding, PartitionSpec) else NamedSharding(sharding.mesh, spec)
+    """Return the sharding of v, or None, for ones, which have no value channels to split."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, _unsplit_channels(sharding.spec))
+    return None if sharding is None else PartitionSpec(*sharding[:3])
 
 
 def _whole_rows(gate: jax.Array) -> jax.Array:
     """Return gates [B, T, HV] whose tokens no explicit axis of a mesh splits, because a scan goes along them."""
     kind = jax.typeof(gate).sharding
-    tokens = (*kind.spec, None, None)[1]
-    spec = PartitionSpec(kind.spec[0], None, *kind.spec[2:]) if tokens else None
-    return jnp.asarray(gate) if spec is None else jax.sharding.reshard(gate, NamedSharding(kind.mesh, spec))
+    if not (*kind.spec, None, None)[1]:
+        return jnp.asarray(gate)
+    return jax.sharding.reshard(gate, NamedSharding(kind.mesh, PartitionSpec(kind.spec[0], None, *kind.spec[2:])))
