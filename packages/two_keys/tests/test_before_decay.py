@@ -10,10 +10,13 @@ from chunkwise.two_keys import chunk_comba, recurrent_comba
 from tests.before_decay_suite import FORMS, GATES, assert_values_and_gradients
 
 CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
+# Plain JAX takes segments by gates and erase keys of zeros.
+QUICK = ("xla", "stream"), ("fused", "stream"), ("xla", "segments")
 # Comba has the cases of gates per head.
 THOROUGH = dict(
     test_values_and_gradients=lambda implementation, call, form, per_channel, gate, dtype: (
-        (call, form, per_channel, gate, dtype) != ("chunk", "stream", True, "resets", jnp.float32)
+        (implementation, form) not in QUICK
+        or (call, per_channel, gate, dtype) != ("chunk", True, "resets", jnp.float32)
     )
 )
 
