@@ -11,12 +11,12 @@ from tests.before_decay_suite import FORMS, GATES, assert_values_and_gradients
 
 CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
 # Plain JAX takes segments by gates and erase keys of zeros.
-QUICK = ("xla", "stream"), ("fused", "stream"), ("xla", "segments")
+QUICK = ("fused", "stream"), ("xla", "segments")
+REST = ("chunk", True, "resets", jnp.float32)
 # Comba has the cases of gates per head.
 THOROUGH = dict(
     test_values_and_gradients=lambda implementation, call, form, per_channel, gate, dtype: (
-        (implementation, form) not in QUICK
-        or (call, per_channel, gate, dtype) != ("chunk", True, "resets", jnp.float32)
+        (implementation, form) not in QUICK or (call, per_channel, gate, dtype) != REST
     )
 )
 
