@@ -17,7 +17,7 @@ import mamba2
 import olmo_hybrid
 import qwen3_5
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
-from generation import compile_run, generate, logits, main, pad
+from generation import compile_run, generate, logits, pad
 from tests_e2e.layers.recording import ATTENTION, SMALL, build, randomise, torch
 
 pytestmark = pytest.mark.torch
@@ -119,7 +119,6 @@ THOROUGH = dict(
     # What is read at once is read in one piece.
     test_logits=lambda case, piece, implementation: is_thorough(case, implementation) or piece == WHOLE,
     test_generation=is_thorough,
-    test_command_in_bfloat16=True,
 )
 
 
@@ -260,29 +259,3 @@ def test_config_as_published(tmp_path):
     ours = kimi_linear.read_config(json.loads((tmp_path / "config.json").read_text()))
     assert ours == kimi_linear.read_config(published)
     assert sum(ours.attention) == 7
-
-
-def test_command_in_bfloat16(tmp_path, capsys):
-    m = MODELS["mamba2"]
-    model = build(*m.names, **m.settings).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    embedding = mamba2.load(tmp_path)[1].embedding
-    assert embedding.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(embedding, model.get_input_embeddings().weight.detach().float().numpy())
-    arguments = [
-        str(tmp_path),
-        "--prompt-tokens",
-        "1",
-        "2",
-        "3",
-        "--prompt-tokens",
-        "4",
-        "--count",
-        "3",
-        "--piece",
-        "8",
-    ]
-    tokens = main(mamba2, arguments)
-    assert tokens.shape == (2, 3)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[:2] == [" ".join(map(str, row)) for row in tokens.tolist()]

@@ -2,10 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +14,9 @@ from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.oracle import reference
 
-ROOT = Path(__file__).parents[2]
 QUICK_MIXERS = ("gated_delta_rule", "xla"), ("kda", "fused")
 THOROUGH = dict(
     test_time=lambda arguments: "--backward" in arguments,
-    test_heads_over_devices=True,
     test_stored_orders_change_no_bit=True,
     test_mixer=lambda operator, implementation: (operator, implementation) not in QUICK_MIXERS,
     test_time_of_a_mixer=lambda operator, implementation: (operator, implementation) != ("gated_delta_rule", "xla"),
@@ -54,27 +48,6 @@ def test_time_of_sequences_of_different_lengths(run):
     code, rows = run("time", "--case", "ragged", "--repeats", "1")
     assert code == 0
     assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
-
-
-def test_heads_over_devices(tmp_path):
-    """A process of its own: a CPU is made into devices before JAX first uses it."""
-    path = tmp_path / "result.json"
-    # The scan over tokens, a peer, is compiled likewise.
-    arguments = ["time", "--case", "two heads", "--devices", "2", "--backward", "--repeats", "1", "--json", str(path)]
-    code = f"""
-import sys
-from benchmarks import __main__ as command, timing
-from benchmarks.cases import CASES
-from chunkwise.command.models import Layer
-CASES["two heads"] = Layer("kda", H=2, HV=2, K=8, V=8, T=32)
-timing.machine_peaks = lambda dtype: (1e9, 1e9)
-sys.exit(command.main({arguments}))
-"""
-    command, environment = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
-    rows = json.loads(path.read_text())["rows"]
-    assert all(row["correct"] and row["devices"] == 2 for row in rows)
-    assert {"xla", "scan"} <= {row["implementation"] for row in rows}
 
 
 def test_order(run, tmp_path, monkeypatch):

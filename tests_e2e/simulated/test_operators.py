@@ -39,7 +39,6 @@ THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
     test_erase_gates=lambda gradients: gradients,
-    test_strong_gates=True,
 )
 
 
@@ -56,12 +55,6 @@ def test_operator(operator, batch, gradients, dtype, cores):
 def test_erase_gates(gradients):
     """The sample of GDN-2 in every session: the kernels of kda with more operands, over a chunk and its tail."""
     assert_operator("gdn2", {}, (1, 24), True, gradients, "float32")
-
-
-@pytest.mark.parametrize("batch", ["rows", "pack without states"])
-def test_strong_gates(batch):
-    """Kernels with gates per channel make the scores of rows after strong gates once more."""
-    assert_operator("kda", *BATCHES[batch], False, "bfloat16", gate="resets")
 
 
 def assert_operator(operator, sequences, sizes, states, gradients, dtype, **more):

@@ -30,7 +30,6 @@ QUICK = "chunk_gated_delta_rule_fwd_h", "chunk_fwd_h", "causal_conv1d", "rms_nor
 THOROUGH = dict(
     test_values=lambda stage, batch: batch != "pack" or stage not in QUICK,
     test_gradients=lambda stage, batch: batch != "pack" or stage != "chunk_local_cumsum",
-    test_gates=True,
 )
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
@@ -63,44 +62,6 @@ def test_gradients(stage, batch, cores):
     finite = {name: jnp.nan_to_num(y) for name, y in x.items()}
     for name, want in compare.numeric_gradients(definition, finite, list(cotangents.values())).items():
         compare.assert_close(f"d{name}", gradients[name], want, compare.GRADIENT_TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("gates", ["channel", "constant", "none"])
-@pytest.mark.parametrize("stage", ["chunk_scaled_dot_kkt", "recompute_w_u", "chunk_fwd_h", "chunk_fwd_o"])
-def test_gates(stage, gates):
-    """The other kinds of gates are other operands of the kernels."""
-    case = cases.Case(**BATCHES["pack"], H=1, HV=2, K=6, V=5, chunk_size=C)
-    x, cut = case.arguments(), dict(chunk_size=C, cu_seqlens=case.cu_seqlens)
-    q, k, v, beta, A_inv, v_new, h, start = (
-        x[name] for name in ("q", "k", "v", "beta", "A_inv", "v_new", "h", "initial_state")
-    )
-    g_gamma = jnp.asarray([-0.03, -3.0])
-    constant = jnp.asarray(stage_oracle.cumsum(np.broadcast_to(g_gamma, x["g"].shape), **cut), jnp.float32)
-    # The argument, and the cumulative gates that it stands for.
-    given, G = {
-        "channel": (dict(gk_cum=case.channel_gates()), case.channel_gates()),
-        "constant": (dict(g_gamma=g_gamma), constant),
-        "none": ({}, jnp.zeros_like(x["g"])),
-    }[gates]
-    options = dict(implementation="pallas", config=TILES[stage])
-    # The first two stages take gates of both ranks under one name, and the sums of constant ones.
-    g_cum = None if gates == "none" else G
-    match stage:
-        case "chunk_scaled_dot_kkt":
-            got = kkt.chunk_scaled_dot_kkt(k, beta, g_cum, **cut, **options)
-            want = stage_oracle.kkt(k, beta, G, **cut)
-        case "recompute_w_u":
-            got = wy_fast.recompute_w_u(k, v, beta, A_inv, g_cum, cut["cu_seqlens"], **options)
-            want = stage_oracle.w_u(k, v, beta, A_inv, G, cut["cu_seqlens"])
-        case "chunk_fwd_h":
-            got = chunk_h.chunk_fwd_h(k, v, **given, initial_state=start, output_final_state=True, **cut, **options)
-            want = stage_oracle.states(k, None, v, G, start, **cut)[::2]
-        case "chunk_fwd_o":
-            given = dict(g_cum=g_cum) if gates == "channel" else given
-            got = chunk_o.chunk_fwd_o(q, k, v_new, h, **given, **cut, **options)
-            want = stage_oracle.output(q, k, v_new, h, G, None, **cut)
-    for y, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        compare.assert_close(stage, y, exact, compare.STAGE_TOLERANCE)
 
 
 def test_sums_from_the_end():

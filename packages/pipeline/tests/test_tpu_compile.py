@@ -21,9 +21,6 @@ QUICK_STEPS = (
 )  # fmt: skip
 QUICK_POOL = ("gated_delta_rule", 64, 96, jnp.float32)
 THOROUGH = dict(
-    # Every stage is compiled in its package.
-    test_chain_and_gradient_compile=True,
-    test_gates_per_channel_compile=True,
     test_serving_step_moves_no_states=lambda name, W, dtype: (name, W, dtype) not in QUICK_STEPS,
     test_large_pools_of_any_size_are_not_copied=lambda name, K, V, dtype: (name, K, V, dtype) != QUICK_POOL,
     test_serving_steps_compile=lambda name: name != "gated_delta_rule",
@@ -43,34 +40,6 @@ def chain(q, k, v, g, beta, cu_seqlens):
     return chunk_gated_delta_rule(
         q, k, v, g, beta, cu_seqlens=cu_seqlens, output_final_state=True, implementation="staged"
     )
-
-
-@pytest.mark.parametrize("N", [None, 3])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_chain_and_gradient_compile(chip, N):
-    def loss(tensors, cu_seqlens):
-        o, state = chain(*tensors, cu_seqlens)
-        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state), o
-
-    *tensors, cu_seqlens = specs(1, 500, N)
-    text = tpu.compile_for(jax.grad(loss, has_aux=True), tuple(tensors), cu_seqlens, chip=chip).as_text()
-    # Six stages, forward and backward.
-    assert text.count('custom_call_target="tpu_custom_call"') == 12
-
-
-@pytest.mark.parametrize("name", ["kda", "gla"])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_gates_per_channel_compile(chip, name):
-    """The staged chain with a gate per channel, forward and backward."""
-    q, _, v, _, beta, _ = specs(1, 128)
-    g = jax.ShapeDtypeStruct(v.shape, jnp.float32)
-    tensors = (v, v, v, g) if name == "gla" else (q, q, v, g, beta)
-
-    def loss(*tensors):
-        return jnp.sum(getattr(pipeline, f"chunk_{name}")(*tensors, implementation="staged")[0].astype(jnp.float32))
-
-    text = tpu.compile_for(jax.grad(loss, argnums=tuple(range(len(tensors)))), *tensors, chip=chip).as_text()
-    assert "chunk_fwd_o_bwd_c64_gk" in text
 
 
 @pytest.mark.parametrize("name", ["chunk_kda", "recurrent_kda"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
@@ -24,11 +24,7 @@ THOROUGH = dict(
     # A pack with states goes through the most code, and the norm comes before all of it.
     test_gradients=lambda implementation, case: implementation == "xla" or case != "packed",
     test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
-    # The packages have it of their kernels.
-    test_vmap=True,
     test_new_boundaries_do_not_retrace=lambda implementation, states: implementation == "xla" and states,
-    test_remat=True,
-    test_shard_map=True,
     test_packed_cost_follows_tokens=True,
     # One of each way through the chunks, and of the recurrences.
     test_export_with_open_sizes=lambda name, packed: (
@@ -113,19 +109,6 @@ def test_new_boundaries_do_not_retrace(implementation, states):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
-def test_vmap(implementation):
-    inputs = make_inputs(4, 20, 1, 2, 16, 16, num_states=4)
-    rows = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), inputs)
-
-    def run(x):
-        return chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation=implementation)
-
-    mapped, whole = jax.jit(jax.vmap(run))(rows), run(inputs)
-    for got, expected in zip(mapped, whole, strict=True):
-        assert_close("vmap", got.reshape(expected.shape), expected, SAME)
-
-
 def test_forward_mode():
     inputs = make_inputs(1, 40, 1, 2, 16, 16)
     rng = np.random.default_rng(1)
@@ -163,27 +146,6 @@ def test_kernels_are_differentiated_once_in_reverse(name, implementation, jitted
         jax.eval_shape(jax.grad(squares), inputs)
     with pytest.raises(NotImplementedError, match=f"{name} can be differentiated only once {advice}"):
         jax.eval_shape(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), inputs)
-
-
-def test_remat():
-    inputs = make_inputs(1, 70, 1, 1, 16, 16)
-
-    def run(x):
-        return chunk_gated_delta_rule(**x, implementation="xla")[0].sum()
-
-    plain, again = (jax.jit(jax.grad(f))(inputs) for f in (run, jax.checkpoint(run)))
-    for name in inputs:
-        assert_close(f"d{name}", again[name], plain[name], SAME)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
-def test_eval_shape(implementation):
-    inputs = make_inputs(1, 70, 1, 2, 16, 24, dtype=jnp.bfloat16)
-    o, state = jax.eval_shape(
-        lambda x: chunk_gated_delta_rule(**x, output_final_state=True, implementation=implementation), inputs
-    )
-    assert (o.shape, o.dtype) == ((1, 70, 2, 24), jnp.bfloat16)
-    assert (state.shape, state.dtype) == ((1, 2, 16, 24), jnp.float32)
 
 
 def test_export():
@@ -242,21 +204,6 @@ def test_staged_exports_its_kernels_for_tpu():
         assert kernel in text
 
 
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
-def test_shard_map(implementation):
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    inputs = make_inputs(2, 20, 1, 1, 16, 16)
-
-    def run(x):
-        return chunk_gated_delta_rule(**x, chunk_size=16, implementation=implementation)[0]
-
-    rows = PartitionSpec("data")
-    # The interpreter of Pallas kernels lacks the check of varying axes; compiled kernels pass it.
-    check = implementation == "xla"
-    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows,), out_specs=rows, check_vma=check))(inputs)
-    assert_close("o", sharded, run(inputs), SAME)
-
-
 @pytest.mark.parametrize("implementation", ["staged", "fused"])
 @pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])
 def test_gradient_passes_the_check_of_shard_map(name, implementation):
@@ -288,15 +235,6 @@ def test_packed_cost_follows_tokens():
     many, one = cost(512), cost(1)
     for quantity in ("flops", "bytes accessed"):
         assert many[quantity] <= 2 * one[quantity]
-
-
-def test_recurrent_under_jit_and_grad():
-    inputs = make_inputs(1, 9, 1, 2, 16, 16, num_states=1)
-    do = np.random.default_rng(1).standard_normal(inputs["v"].shape)
-    grads = jax.jit(jax.grad(lambda x: jnp.sum(recurrent_gated_delta_rule(**x)[0] * do)))(inputs)
-    _, _, expected = reference(**inputs, do=do)
-    for name, grad in grads.items():
-        assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize(("name", "K"), [("chunk_gla", 2048), ("chunk_gated_delta_rule", 320)])

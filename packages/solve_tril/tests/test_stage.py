@@ -25,19 +25,12 @@ STAGE = stages.StageSpec(
     # A does not depend on K and V.
     tpu_sizes=((64, 128, False), (128, 128, False), (128, 128, True)),
 )
-# Packs have gradients in the kernel.
-THOROUGH = dict(test_gradients_of_larger_chunks=True)
 
 
 class TestStage(stages.StageTests):
     stage = STAGE
     # To the inverse only the size of a chunk and the packing matter.
     THOROUGH: ClassVar = dict(test_definition=lambda case: case not in cases.CASES[5:6])
-
-
-@stages.both
-def test_gradients_of_larger_chunks(implementation):
-    stages.assert_gradients(STAGE, stages.small(T=32, HV=1, chunk_size=32), implementation)
 
 
 def test_second_derivatives_of_a_known_inverse():
