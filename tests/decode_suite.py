@@ -24,7 +24,7 @@ L = 4
 COUNTS = np.array([0, 1, 4, 2, 3, 0, 2, 4, 1, 3, 0, 2, 3, 1, 4, 2, 0, 1, 4, 3], np.int32)
 # The slots of twelve sequences: none, past the end, and one after the last decode. The fourth has no token, and the
 # sixth starts from zeros.
-NAMED = np.array([7, -1, 3, 4, 99, 15, 0, 12, 1, 18, 9, 5], np.int32)
+NAMED = np.array([7, -1, 3, 4, SLOTS, 15, 0, 12, 1, 18, 9, 5], np.int32)
 LENGTHS = np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1])
 CONTINUES = np.arange(len(NAMED)) != 5
 DECODES = 11
@@ -47,7 +47,8 @@ def accepted(tokens: int) -> np.ndarray:
 
 def named(token: int) -> np.ndarray:
     """Return the slots of the states after a token of the sequences, without rings."""
-    return np.where((NAMED >= 0) & (NAMED < SLOTS), NAMED + SLOTS * token, NAMED).astype(np.int32)
+    past = np.where(NAMED < 0, NAMED, 99)
+    return np.where((NAMED >= 0) & (NAMED < SLOTS), NAMED + SLOTS * token, past).astype(np.int32)
 
 
 def columns(tokens: int) -> np.ndarray:
