@@ -29,12 +29,12 @@ def chunk_mlstm(
 ) -> tuple[jax.Array, MlstmState | None]:
     """The mLSTM of xLSTM over whole sequences, chunk by chunk, differentiable.
 
-    In value head n, with key head n // (HV // H), and log f = log_sigmoid(f)::
-
         m_t = max(log f_t + m_{t-1}, i_t)
         C_t = e^(log f_t + m_{t-1} - m_t) C_{t-1} + e^(i_t - m_t) k_t v_t^T
         n_t = e^(log f_t + m_{t-1} - m_t) n_{t-1} + e^(i_t - m_t) k_t
         o_t = scale C_t^T q_t / (max(|scale n_t^T q_t|, e^-m_t) + eps)
+
+    log f is log_sigmoid(f), and final_state is an `MlstmState`, whose C has the shape above.
 
     C, n and e^-m are divided by e^m, which changes nothing but the share of eps; so m has no gradient.
 
@@ -79,7 +79,14 @@ def recurrent_mlstm(
 ) -> tuple[jax.Array, MlstmState | None]:
     """The mLSTM token by token, for decoding: one new token or a few for every sequence.
 
-    `chunk_mlstm` has the equation.
+    log f is log_sigmoid(f), and the states are an `MlstmState`, whose C has the shape above.
+
+    Args:
+      initial_state: the `MlstmState` before every sequence, of any of these types; None for no tokens before.
+
+    Returns:
+      o [B, T, HV, V] in the type of v, and the `MlstmState` after every sequence in float32, None unless asked for.
+      Every floating-point argument has a gradient; "xla" takes any transform of JAX.
 
     Accuracy: 1e-5 relative to float64 for float32 inputs; the arithmetic is float32.
     Cost: 5 B T HV K (V + 1) flops; every state is read and written once.

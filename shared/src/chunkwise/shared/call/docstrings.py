@@ -95,13 +95,6 @@ Shapes: {shapes}; o [B, T, HV, V]; states [N, HV, K, V].
 
 Value head n has key head n // (HV // H), and o reads the state after its update.
 
-For serving, initial_state may be a pool of states::
-
-    o, pool = recurrent_{name}(..., initial_state=pool, output_final_state=True, state_indices=slots)
-
-If the pool is donated to the jitted program (donate_argnums), its states are updated in place and nothing else of it
-is touched.
-
 Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
 N sequences: B, or len(cu_seqlens) - 1.
 
@@ -115,11 +108,14 @@ Args:
   cu_seqlens: boundaries of a packed batch, int32 [N + 1], traced: sequence n has the tokens cu_seqlens[n] to
     cu_seqlens[n + 1] - 1. B must be 1. Tokens from cu_seqlens[N] on are padding: they may hold anything, and give
     zeros. The values are checked outside of jit only.
-  state_indices: int32 [N], traced: the slot of every sequence. No slot may be named twice, which is checked outside of
-    jit. A sequence with a negative slot starts from zeros and its state is dropped, so negative slots may repeat. A
-    slot past the end acts as a negative one. Devices that split the rows of a batch split the pool too: the slot of a
-    sequence must lie in the part of its device; where it does not, the output is NaN and the state is dropped. With a
-    pool, tokens may not be split over devices.
+  state_indices: int32 [N], traced, for serving: the slot of every sequence in the pool that initial_state is, as in
+    `o, pool = {function}(..., initial_state=pool, output_final_state=True, state_indices=slots)`.
+    If the pool is donated to the jitted program (donate_argnums), its states are updated in place and nothing else of
+    it is touched. No slot may be named twice, which is checked outside of jit. A sequence with a negative slot starts
+    from zeros and its state is dropped, so negative slots may repeat. A slot past the end acts as a negative one.
+    Devices that split the rows of a batch split the pool too: the slot of a sequence must lie in the part of its
+    device; where it does not, the output is NaN and the state is dropped. With a pool, tokens may not be split over
+    devices.
   has_initial_state: bool [N], traced: False for a sequence that starts from zeros whatever its slot holds, such as the
     state of a finished request; None for True everywhere.
   implementation: "fused" (one Pallas TPU kernel, interpreted elsewhere), "xla" (plain JAX, also the gradient of
