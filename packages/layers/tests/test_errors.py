@@ -191,6 +191,15 @@ def test_arrays_of_another_library_are_named(weights):
         gated_delta_net(X, weights, CONFIG, segment_ids=tensor, padding_id=0)
 
 
+def test_help_shows_the_call(weights):
+    """Below the equations; the example runs."""
+    example = inspect.getdoc(gated_delta_net).partition("\n\nDims:")[0].splitlines()[-1]
+    named = dict(gated_delta_net=gated_delta_net, x=X, weights=weights, config=CONFIG)
+    y, cache = eval(example.partition(" = ")[2], named)
+    assert (y.shape, cache.state.shape) == (X.shape, (2, 4, 4, 4))
+    assert "y, pool = ragged_gated_delta_net(x, weights, config, pool, step)" in inspect.getdoc(ragged_gated_delta_net)
+
+
 def test_every_public_name_is_documented():
     assert [name for name in layers.__all__ if not getattr(layers, name).__doc__] == []
 

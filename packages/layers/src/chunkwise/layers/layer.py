@@ -39,6 +39,10 @@ class OverSequences(Protocol[Config, Weights]):
     ) -> tuple[jax.Array, running.Cache | None]:  # fmt: skip
         """Run the layer over whole sequences.
 
+        Shapes: x, y [B, T, D]::
+
+            y, cache = {layer}(x, weights, config, output_cache=True)
+
         Dims: B batch, T tokens, D size of the hidden states, N sequences: B, or len(cu_seqlens) - 1; `config` has the
           rest.
 
@@ -79,6 +83,10 @@ class OverStep(Protocol[Config, Weights]):
         sharding: arguments.Sharding | None = None,
     ) -> tuple[jax.Array, running.Cache]:  # fmt: skip
         """Run the layer over a serving step.
+
+        Shapes: x, y [1, T, D]::
+
+            y, pool = {layer}(x, weights, config, pool, step)
 
         The tokens of all sequences follow one another in one row, and their states are in slots of the pool. Under jit,
         donate the pool: it is updated in place.
@@ -280,7 +288,8 @@ class Definition(Generic[Config, Weights]):
         function.__annotations__ = {name: classes.get(kind, kind) for name, kind in types.items()}
         equations, label, figures = inspect.cleandoc(doc or "").partition("Accuracy:")
         arguments = inspect.cleandoc(signature.__doc__ or "").partition("\n\n")[2]
-        function.__doc__ = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))
+        whole = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))
+        function.__doc__ = whole.replace("{layer}", function.__name__)
         # Without the names that the function only refuses.
         parameters = inspect.signature(function).parameters.values()
         function.__signature__ = inspect.Signature([x for x in parameters if x.kind != x.VAR_KEYWORD])
