@@ -46,6 +46,7 @@ HOSTS = {
     "maxtext": ((EXTRA.format("maxtext"), "maxtext==0.2.5"), ()),
     "levanter": ((EXTRA.format("levanter"), "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
+    "keras-hub": ((EXTRA.format("keras-hub"), "keras-hub==0.32.0"), ()),
     "qwix": ((EXTRA.format("nnx"), "qwix==0.1.8"), ()),
     # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
     "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),
@@ -324,7 +325,10 @@ for host, requirements in HOSTS.items():
 
 
 # The pairs of extras of packages/integrations that fit into one environment; docs/integrations.md has the others.
-TOGETHER = {("levanter", "nnx"), ("levanter", "tpu-inference"), ("maxtext", "nnx"), ("nnx", "tpu-inference")}
+TOGETHER = {
+    *(("keras-hub", other) for other in ("levanter", "maxtext", "nnx", "sglang-jax", "tpu-inference")),
+    ("levanter", "nnx"), ("levanter", "tpu-inference"), ("maxtext", "nnx"), ("nnx", "tpu-inference"),
+}  # fmt: skip
 
 
 @nox.session(default=False)

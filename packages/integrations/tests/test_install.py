@@ -13,10 +13,10 @@ from importlib import metadata
 import jax
 import pytest
 
-from chunkwise.integrations import levanter, maxtext, replacing, sglang_jax, tpu_inference
+from chunkwise.integrations import keras_hub, levanter, maxtext, replacing, sglang_jax, tpu_inference
 from tests.hosts import REPLACED, stand_in, with_functions
 
-HOSTS = ("flax", "haliax", "levanter", "maxtext", "sgl_jax", "tpu_inference", "vllm")
+HOSTS = ("flax", "haliax", "keras", "keras_hub", "levanter", "maxtext", "sgl_jax", "tpu_inference", "vllm")
 # The parameters of what each of ours stands for, as the hosts declare them; ours may have keywords more.
 SIGNATURES = {
     (maxtext, "jax_chunk_gated_delta_rule"): "query key value g beta chunk_size=64 initial_state=None "
@@ -29,6 +29,10 @@ SIGNATURES = {
     "d_v has_initial_state=None track_indices=None track_mask=None",
     (sglang_jax, "prefill_gated_delta_rule"): "mixed_qkv b a recurrent_state A_log dt_bias cu_seqlens state_indices "
     "has_initial_state n_kq n_v d_k d_v chunk_size=64 track_indices=None track_mask=None",
+    (keras_hub, "chunk_gated_delta_rule"): "query key value g beta chunk_size=64 initial_state=None "
+    "output_final_state=False padding_mask=None",
+    (keras_hub, "recurrent_gated_delta_rule"): "query key value g beta initial_state=None output_final_state=False "
+    "padding_mask=None",
     (levanter, "chunk_gated_delta_rule"): "query key value g beta chunk_size=64 initial_state=None "
     "output_final_state=False use_qk_l2norm_in_kernel=True",
     (levanter, "recurrent_gated_delta_rule"): "query key value g beta initial_state=None output_final_state=False "
@@ -49,7 +53,9 @@ def test_signatures(place, expected):
 
 
 def test_no_host_is_imported():
-    modules = ", ".join(f"chunkwise.integrations.{x}" for x in ("levanter", "maxtext", "sglang_jax", "tpu_inference"))
+    modules = ", ".join(
+        f"chunkwise.integrations.{x}" for x in ("keras_hub", "levanter", "maxtext", "sglang_jax", "tpu_inference")
+    )
     code = f"import sys, {modules}; assert not set({HOSTS}) & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
