@@ -40,7 +40,10 @@ def test_modules_of_others_with_the_names_of_our_folders(tmp_path):
         (["packages/pipeline/README.md"], [*ABOVE, "packages/pipeline", "tests_e2e/simulated"]),
         (
             ["packages/kda/src/chunkwise/kda/tile.py"],
-            [*ABOVE[:2], "packages/kda", ABOVE[2], "packages/pipeline", "packages/two_keys", "tests_e2e/simulated"],
+            # In the order of their names.
+            sorted(
+                [*ABOVE, *(f"packages/{x}" for x in ("dplr", "kda", "pipeline", "two_keys")), "tests_e2e/simulated"]
+            ),
         ),
         (["tests_e2e/simulated/test_tier.py"], ["tests_e2e/simulated"]),
         (["packages/kda/README.md", "conftest.py"], list(NEEDS)),

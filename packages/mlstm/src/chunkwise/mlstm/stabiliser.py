@@ -13,7 +13,7 @@ from chunkwise.shared.kernels import chunking, segment_tables
 from chunkwise.shared.plain import stream
 
 
-class Gates(NamedTuple):
+class Stabilised(NamedTuple):
     """What the gates of all tokens become, float32."""
 
     decay: jax.Array  # [B, T, HV], log f_t + m_{t-1} - m_t, at most 0
@@ -23,7 +23,9 @@ class Gates(NamedTuple):
     valid: Any  # bool [1 or B, T], False for padding; None if there can be no padding
 
 
-def stabilise(i: jax.Array, f: jax.Array, before: jax.Array, cu_seqlens, segment_ids, axes: tuple[str, ...]) -> Gates:
+def stabilise(
+    i: jax.Array, f: jax.Array, before: jax.Array, cu_seqlens, segment_ids, axes: tuple[str, ...]
+) -> Stabilised:
     """Return what the raw gates i and f [B, T, HV] of a device become; `before` is m before every sequence [N, HV].
 
     Tokens may be split over axes of a mesh, inside a `shard_map`. The results of mLSTM are the same for any m, but for
@@ -45,7 +47,7 @@ def stabilise(i: jax.Array, f: jax.Array, before: jax.Array, cu_seqlens, segment
     decay = log_f + finite(previous) - finite(m)
     decay = jnp.where(jnp.isneginf(previous) | jnp.isneginf(m), -jnp.inf, decay)
     weight = jnp.where(jnp.isneginf(i), 0.0, jnp.exp(finite(i) - finite(m)))
-    return Gates(decay, jnp.where(wrong, jnp.nan, weight), jnp.exp(-m), last, valid)
+    return Stabilised(decay, jnp.where(wrong, jnp.nan, weight), jnp.exp(-m), last, valid)
 
 
 def _sequences(T: int, before: jax.Array, cu_seqlens, segment_ids, axes) -> tuple[jax.Array, jax.Array, Any]:
