@@ -7,6 +7,7 @@ from chunkwise.integrations.nnx import (
     KimiDeltaAttention,
     LightningAttention,
     Mamba2Mixer,
+    MlstmLayer,
 )
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
@@ -16,4 +17,5 @@ CONFIGS = {
     KimiDeltaAttention: layers.KimiDeltaAttentionConfig(**SIZES, R=4),
     Mamba2Mixer: layers.Mamba2Config(**SIZES),
     LightningAttention: layers.LightningAttentionConfig(**SIZES),
+    MlstmLayer: layers.MlstmLayerConfig(**SIZES),
 }

@@ -10,6 +10,7 @@ from chunkwise.layers import (
     LayerConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    MlstmLayerConfig,
     gated_delta_net,
     kimi_delta_attention,
     lightning_attention,
@@ -17,8 +18,11 @@ from chunkwise.layers import (
     load_kimi_delta_attention,
     load_lightning_attention,
     load_mamba2_mixer,
+    load_mlstm_layer,
     mamba2_mixer,
+    mlstm_layer,
 )
+from chunkwise.pipeline import MlstmState
 from tests_e2e.layers.recording import ATTENTION, build, conv_and_state, randomise
 
 
@@ -46,14 +50,20 @@ class Model(NamedTuple):
     def build(self, **change):
         """Return the model, with changed settings, and the layer of its first block."""
         model = build(*self.names, **self.settings | change)
-        layer = getattr(model.layers[0], self.attribute)
+        layer = getattr((model.blocks if self.names[0] == "xlstm" else model.layers)[0], self.attribute)
         if self.names[0] in ("nemotron_h", "zamba2"):
             # transformers takes `time_step_min` for the least step in a prefill, which the trained models do not have.
             layer.time_step_limit = tuple(getattr(model.config, "time_step_limit", None) or (0.0, INFINITE))
         randomise(*(x for name, x in layer.named_parameters() if name in self.ones))
+        # Gates of a few nats: where input gates are strong, the divisor of xLSTM amplifies the rounding of both.
+        for name, weight in layer.named_parameters():
+            if name in SMALL_ONES:
+                weight.data *= 0.05
         return model, layer
 
 
+# The weights of the gates of xLSTM, which are zeros at first.
+SMALL_ONES = tuple(f"{name}_preact.weight" for name in ("igate", "fgate", "ogate", "ifgate"))
 DELTA_NET, KIMI = (gated_delta_net, load_gated_delta_net), (kimi_delta_attention, load_kimi_delta_attention)
 MIXED = (mamba2_mixer, load_mamba2_mixer)
 INFINITE = float("inf")
@@ -106,6 +116,23 @@ def glm5(lower_bound: float | None) -> Model:
     made = KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16, lower_bound=lower_bound)
     names = ("glm5_next", "Glm5NextTextConfig", "Glm5NextTextModel")
     return Model(names, settings, "self_attn", ("o_norm.weight", "forget_gate.dt_bias"), KIMI, made, dict())
+
+
+def xlstm(weight_mode: str) -> Model:
+    """Return xLSTM with its matrices under names of their own or fused."""
+    settings = dict(
+        num_hidden_layers=2, num_heads=2, qk_dim_factor=1.0, v_dim_factor=2.0, gate_soft_cap=4.0, chunk_size=16,
+        norm_eps=1e-3, weight_mode=weight_mode, autocast_kernel_dtype="float32",
+    )  # fmt: skip
+    ones = ("multihead_norm.weight", *(f"{name}_preact.bias" for name in ("igate", "fgate", "ifgate")), *SMALL_ONES)
+    made = MlstmLayerConfig(64, 2, 2, 32, 64, eps=1e-3, gate_soft_cap=4.0)
+    names = ("xlstm", "xLSTMConfig", "xLSTMModel")
+    return Model(names, settings, "mlstm_layer", ones, (mlstm_layer, load_mlstm_layer), made, dict(kept=_three_states))
+
+
+def _three_states(past) -> tuple:
+    C, n, m = past.rnn_state[0]
+    return None, MlstmState(C, n, m[..., 0])
 
 
 MODELS = {
@@ -200,4 +227,6 @@ MODELS = {
         LightningAttentionConfig(64, 4, 4, 16, 16, layer=0, layers=3),
         dict(kept=lambda past: (None, past.get_linear_cache(0))),
     ),
+    "xlstm": xlstm("single"),
+    "xlstm, fused": xlstm("fused"),
 }  # fmt: skip

@@ -103,7 +103,7 @@ def record(model, layer, load, config, kept=conv_and_state) -> Recording:
     with torch.no_grad():
         for tokens in calls_of_tokens:
             past = model(tokens, use_cache=True, **{cache: past})[cache]
-            x, y, conv, state = (None if x is None else array(x) for x in (*seen[-1], *kept(past)))
+            x, y, conv, state = jax.tree.map(array, (*seen[-1], *kept(past)))
             calls.append(Call(x, y, Cache(() if conv is None else as_parts(conv, config), state)))
     weights = load({name: x.numpy() for name, x in layer.state_dict().items()}, config)
     return Recording(weights, calls, gradient)
@@ -114,7 +114,8 @@ def check(call: Call, y, cache: Cache, tolerance: float = TOLERANCE["float32"]) 
     assert_close("y", y, call.y, tolerance)
     for name, have, want in zip("qkv", cache.conv, call.cache.conv, strict=False):
         assert_close(f"convolution of {name}", have, want, tolerance)
-    assert_close("state", cache.state, call.cache.state, tolerance)
+    for have, want in zip(jax.tree.leaves(cache.state), jax.tree.leaves(call.cache.state), strict=True):
+        assert_close("state", have, want, tolerance)
 
 
 def check_calls(layer, recording: Recording, cache: Cache | None, tolerance: float = TOLERANCE["float32"]) -> None:

@@ -32,7 +32,7 @@ def compiled(name, implementation):
 
 # Models whose layer is another's, or is another's but for what the plain implementation shows.
 REPEATED = ("qwen3_5", "qwen3_5_moe", "qwen4_exp, silu", "lara_mini", "glm5_next, lower bound", "glm5_next, softplus")
-REPEATED += ("bamba", "granitemoehybrid", "zamba2")
+REPEATED += ("bamba", "granitemoehybrid", "zamba2", "xlstm, fused")
 SETTINGS = (
     "olmo_hybrid",
     "qwen4_exp, sigmoid",

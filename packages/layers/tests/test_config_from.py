@@ -14,6 +14,7 @@ from chunkwise.layers import (
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    MlstmLayerConfig,
     config_from,
 )
 
@@ -89,6 +90,10 @@ MODELS = {
     ),
     "minimax": (
         dict(num_attention_heads=4, head_dim=None), LightningAttentionConfig(64, 4, 4, 16, 16, layer=2, layers=4),
+    ),
+    "xlstm": (
+        dict(num_heads=4, qk_dim_factor=0.5, v_dim_factor=2.0, norm_eps=1e-3, eps=1e-4, gate_soft_cap=3.0),
+        MlstmLayerConfig(64, 4, 4, 8, 32, eps=1e-3, gate_soft_cap=3.0, divisor_eps=1e-4),
     ),
 }  # fmt: skip
 
@@ -194,6 +199,7 @@ LAYERS = {
     ),
     "MiniMax-Text-01-hf": LightningAttentionConfig(6144, 64, 64, 128, 128, layer=2, layers=80),
     "MiniMax-Text-01": LightningAttentionConfig(6144, 64, 64, 128, 128, layer=2, layers=80),
+    "xLSTM-7B": MlstmLayerConfig(4096, 8, 8, 256, 512),
 }  # fmt: skip
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 
@@ -209,6 +215,17 @@ def test_published_files(name):
     assert config_from(PUBLISHED[name], layer=layer) == LAYERS[name]
     text = PUBLISHED[name].get("text_config")
     assert config_from(PUBLISHED[name] if text is None else text, layer=layer) == LAYERS[name]
+
+
+def test_slstm_is_refused_by_name():
+    for name, value in dict(slstm_at=[1], slstm_block=dict(num_heads=4)).items():
+        with pytest.raises(ValueError, match=r"`hf_config` must have no sLSTM blocks, .*; got"):
+            config_from(settings("xlstm", **{name: value}))
+    assert config_from(settings("xlstm", slstm_at=[])) == MODELS["xlstm"][1]
+    with pytest.raises(ValueError, match=r"`hf_config.use_bias` must be one of \(False,\) for this layer; got True"):
+        config_from(settings("xlstm", use_bias=True))
+    with pytest.raises(ValueError, match=r"`hf_config.qk_dim_factor` must make a multiple of 4 channels; got 19"):
+        config_from(settings("xlstm", qk_dim_factor=0.3))
 
 
 def test_ling_2_has_another_layer():

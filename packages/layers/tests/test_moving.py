@@ -13,6 +13,7 @@ from chunkwise.layers import (
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    MlstmLayerConfig,
     cache_from_bytes,
     cache_to_bytes,
     empty_cache,
@@ -25,7 +26,7 @@ from chunkwise.pipeline import make_pool, read_states, write_states
 CONFIG = GatedDeltaNetConfig(D=8, H=1, HV=2, K=4, V=4)
 CONFIGS = [
     CONFIG, KimiDeltaAttentionConfig(8, 2, 2, 4, 4, R=4), Mamba2Config(8, 1, 2, 4, 8),
-    LightningAttentionConfig(8, 2, 2, 4, 4, layer=1, layers=4),
+    LightningAttentionConfig(8, 2, 2, 4, 4, layer=1, layers=4), MlstmLayerConfig(8, 2, 2, 4, 8),
 ]  # fmt: skip
 
 
@@ -43,6 +44,10 @@ def test_to_the_bit(config):
     for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(cache), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
+    if isinstance(config, MlstmLayerConfig):
+        with pytest.raises(NotImplementedError, match="`config` must be of a layer whose state is one array"):
+            empty_pool(config, 3)
+        return
     pool = write_cache(empty_pool(config, 3, jnp.bfloat16), np.array([2, 0]), back)
     np.testing.assert_array_equal(read_cache(pool, np.array([2])).state[0], cache.state[0])
 

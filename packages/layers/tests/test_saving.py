@@ -27,6 +27,7 @@ LAYERS = {
             D, 2, 4, 8, 16, in_bias=True, out_bias=True, in_multiplier=0.3, multipliers=(0.7, 0.3, 0.11, 0.9, 1.7)
         ),
     },
+    "mlstm_layer": {None: layers.MlstmLayerConfig(D, 4, 4, 8, 16)},
     "lightning_attention": {None: layers.LightningAttentionConfig(D, 4, 4, 8, 8, layer=1, layers=3)},
 }  # fmt: skip
 CASES = [(name, model) for name, models in LAYERS.items() for model in models]
@@ -146,7 +147,7 @@ def test_weights_that_decay(name, model):
     assert jax.tree.structure(mask) == jax.tree.structure(weights)
     kept = {field for field, part in zip(mask._fields, mask, strict=True) if not all(jax.tree.leaves(part))}
     some = {field for field, part in zip(mask._fields, mask, strict=True) if any(jax.tree.leaves(part))}
-    vectors = {"A_log", "dt_bias", "skip", "norm", "bias", "z_bias", "in_bias", "out_bias"}
+    vectors = {"A_log", "dt_bias", "skip", "norm", "bias", "z_bias", "in_bias", "out_bias", "i_bias", "f_bias"}
     assert kept <= vectors
     assert not some & vectors
     assert {field for field in ("A_log", "dt_bias", "skip") if field in mask._fields} <= kept

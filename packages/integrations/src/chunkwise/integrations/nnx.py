@@ -20,6 +20,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LightningAttention",
     "Mamba2Mixer",
+    "MlstmLayer",
     "named",
     "place",
 ]
@@ -204,3 +205,8 @@ class Mamba2Mixer(_Layer):
 @_module(layers.LightningAttentionConfig)
 class LightningAttention(_Layer):
     """Lightning attention, the layer of MiniMax, as a module."""
+
+
+@_module(layers.MlstmLayerConfig)
+class MlstmLayer(_Layer):
+    """The mLSTM layer of xLSTM, as a module."""

@@ -7,6 +7,7 @@ from chunkwise.layers.config import (
     LayerConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    MlstmLayerConfig,
 )
 from chunkwise.layers.decay import decayed
 from chunkwise.layers.delta_net import (
@@ -51,6 +52,13 @@ from chunkwise.layers.mamba2 import (
     ragged_mamba2_mixer,
     save_mamba2_mixer,
 )
+from chunkwise.layers.mlstm import (
+    MlstmLayerWeights,
+    init_mlstm_layer,
+    load_mlstm_layer,
+    mlstm_layer,
+    save_mlstm_layer,
+)
 from chunkwise.layers.moving import cache_from_bytes, cache_to_bytes
 from chunkwise.layers.running import (
     Cache,
@@ -80,6 +88,8 @@ __all__ = [
     "LightningAttentionWeights",
     "Mamba2Config",
     "Mamba2Weights",
+    "MlstmLayerConfig",
+    "MlstmLayerWeights",
     "Shardings",
     "Step",
     "cache_from_bytes",
@@ -95,6 +105,7 @@ __all__ = [
     "init_kimi_delta_attention",
     "init_lightning_attention",
     "init_mamba2_mixer",
+    "init_mlstm_layer",
     "kimi_delta_attention",
     "lightning_attention",
     "load_gated_delta_net",
@@ -102,7 +113,9 @@ __all__ = [
     "load_kimi_delta_attention",
     "load_lightning_attention",
     "load_mamba2_mixer",
+    "load_mlstm_layer",
     "mamba2_mixer",
+    "mlstm_layer",
     "offload_policy",
     "open_checkpoint",
     "place",
@@ -119,6 +132,7 @@ __all__ = [
     "save_kimi_delta_attention",
     "save_lightning_attention",
     "save_mamba2_mixer",
+    "save_mlstm_layer",
     "shardings",
     "write_cache",
 ]

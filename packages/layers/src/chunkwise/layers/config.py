@@ -6,8 +6,10 @@ import math
 import re
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.pipeline import MlstmState
 from chunkwise.shared.call import checks
 
 # The activations that gates of norms have.
@@ -79,6 +81,19 @@ class LayerConfig:
     def channels(self) -> tuple[int, ...]:
         """Channels of the short convolutions: of queries, of keys and of values."""
         return self.H * self.K, self.H * self.K, self.HV * self.V
+
+    @property
+    def state_letters(self) -> Any:
+        """How the state of an operator is split, in letters of `division.Letters`, in the structure of the state."""
+        return "bn.."
+
+    def empty_state(self, N: int, dtype) -> Any:
+        """Return the state of an operator before the first token of N sequences."""
+        return jnp.zeros((N, self.HV, self.K, self.V), dtype)
+
+    def check_state(self, name: str, state: Any) -> int:
+        """Check the state of an operator, called by this name, and return of how many sequences it is."""
+        return checks.check_array(name, state, "N HV K V", (None, self.HV, self.K, self.V))[0]
 
 
 def _check_lower_bound(bound: float | None) -> None:
@@ -230,3 +245,48 @@ class LightningAttentionConfig(LayerConfig):
     def channels(self) -> tuple[int, ...]:
         """An empty tuple: there is no convolution."""
         return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MlstmLayerConfig(LayerConfig):
+    """The sizes of `mlstm_layer`.
+
+    Attributes:
+      HV: heads of values, a multiple of H: HV / H value heads share a key head. xLSTM has HV = H.
+      W: not read, because the layer has no convolution.
+      gate_soft_cap: raw gates are cap * tanh(gate / cap); None for gates as they are.
+      divisor_eps: the number that the operator adds to its divisor.
+    """
+
+    gate_soft_cap: float | None = 15.0
+    divisor_eps: float = 1e-6
+
+    def __post_init__(self):
+        super().__post_init__()
+        cap, eps = self.gate_soft_cap, self.divisor_eps
+        rule = f"`gate_soft_cap` must be None or above 0; got {cap!r}."
+        checks.check(cap is None or (is_number(cap) and cap > 0), rule)
+        checks.check(is_number(eps) and eps >= 0, f"`divisor_eps` must be at least 0; got {eps!r}.")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """An empty tuple: there is no convolution."""
+        return ()
+
+    @property
+    def state_letters(self) -> Any:
+        """How C, n and m are split."""
+        return MlstmState._make(("bn..", "bn.", "bn"))
+
+    def empty_state(self, N: int, dtype) -> Any:
+        """Return the state before the first token; its stabiliser, a logarithm, is float32 for every type."""
+        C, n = jnp.zeros((N, self.HV, self.K, self.V), dtype), jnp.zeros((N, self.HV, self.K), dtype)
+        return MlstmState(C, n, jnp.full((N, self.HV), -jnp.inf, jnp.float32))
+
+    def check_state(self, name: str, state: Any) -> int:
+        """Check C, n and m, and return of how many sequences they are."""
+        checks.check(isinstance(state, MlstmState), f"`{name}` must be an MlstmState; got {checks.shown(state)}.")
+        N = checks.check_array(f"{name}.C", state.C, "N HV K V", (None, self.HV, self.K, self.V))[0]
+        checks.check_array(f"{name}.n", state.n, "N HV K", (N, self.HV, self.K))
+        checks.check_array(f"{name}.m", state.m, "N HV", (N, self.HV))
+        return N

@@ -8,7 +8,7 @@ from chunkwise.layers import config, sharding
 from chunkwise.shared.call import checks
 
 # Rates and steps of decays, skips, norms and biases: zero has no meaning of its own for them.
-_KEPT = ("A_log", "dt_bias", "skip", "norm", "bias", "in_bias", "out_bias", "z_bias")
+_KEPT = ("A_log", "dt_bias", "skip", "norm", "bias", "in_bias", "out_bias", "z_bias", "i_bias", "f_bias")
 
 
 def decayed(config: config.LayerConfig) -> Any:

@@ -198,6 +198,25 @@ def _minimax(s: settings.Settings, layer: Any) -> config.LightningAttentionConfi
     )  # fmt: skip
 
 
+def _xlstm(s: settings.Settings) -> config.MlstmLayerConfig:
+    slstm = s.named.get("slstm_at") or s.named.get("slstm_block")
+    checks.check(
+        not slstm,
+        f"`hf_config` must have no sLSTM blocks, a recurrence that mixes channels, which no layer here "
+        f"serves; got {settings.shown(slstm)}.",
+    )
+    s.require("use_bias", False)
+    D, heads = s.whole("hidden_size", "embedding_dim"), s.whole("num_heads")
+    q, v = (int(s.number(f"{name}_dim_factor") * D) for name in ("qk", "v"))
+    for name, n in dict(qk=q, v=v).items():
+        fits = n > 0 and n % heads == 0
+        checks.check(fits, f"`hf_config.{name}_dim_factor` must make a multiple of {heads} channels; got {n}.")
+    return config.MlstmLayerConfig(
+        D, heads, heads, q // heads, v // heads, eps=s.number("norm_eps"), gate_soft_cap=s.number("gate_soft_cap"),
+        divisor_eps=s.number("eps"),
+    )  # fmt: skip
+
+
 # The defaults of transformers for settings that a file leaves out.
 _DELTA = dict(
     hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
@@ -238,6 +257,9 @@ _FALCON = dict(
     ssm_multipliers=(1.0,) * 5,
 )  # fmt: skip
 _MINIMAX = dict(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, head_dim=None)
+_XLSTM = dict(
+    hidden_size=4096, num_heads=8, qk_dim_factor=0.5, v_dim_factor=1.0, norm_eps=1e-6, eps=1e-6, gate_soft_cap=15.0
+)
 # The function that reads the settings of a model, and the model's defaults.
 _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] = {
     "qwen3_next": (_delta_net, _DELTA),
@@ -256,6 +278,7 @@ _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] 
     "zamba2": (_zamba2, _ZAMBA),
     "falcon_h1": (_falcon_h1, _MIXER | _FALCON),
     "minimax": (_minimax, _MINIMAX),
+    "xlstm": (_xlstm, _XLSTM),
 }
 # Names under which models are published, with the name in `_MODELS`.
 _PUBLISHED = dict(

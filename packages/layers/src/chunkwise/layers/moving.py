@@ -74,14 +74,16 @@ def cache_from_bytes(data: bytes, config: config.LayerConfig) -> running.Cache:
         size = math.prod(shape) * kind.itemsize
         arrays.append(np.frombuffer(whole[end : end + size], kind).reshape(shape))
         end += size
-    *conv, state = arrays
-    return _checked("data", running.Cache(tuple(conv), state), config)
+    structure = jax.tree.structure(jax.eval_shape(lambda: running.empty_cache(config, 1)))
+    fits = len(arrays) == structure.num_leaves
+    checks.check(fits, f"`data` must have {structure.num_leaves} arrays; got {len(arrays)}.")
+    return _checked("data", structure.unflatten(arrays), config)
 
 
 def _checked(name: str, cache: Any, config: config.LayerConfig) -> running.Cache:
     """Return a cache, whose arrays must have the sizes of a config and as many sequences."""
     running.check_is_cache(name, cache)
-    n = checks.check_array(f"{name}.state", cache.state, "n HV K V", (None, config.HV, config.K, config.V))[0]
+    n = config.check_state(f"{name}.state", cache.state)
     wanted, have = len(config.channels), len(cache.conv)
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (x, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):

@@ -72,10 +72,8 @@ def check_input(x, config, run: running.Run) -> None:
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
     # The operator checks a StatePool. The convolutions check their pools, which may have more slots than the states.
     pool = state_pool.as_pool(cache.state)
-    state, pooled = pool.states, pool is cache.state
-    if not pooled:
-        checks.check_array(f"{name}.state", state, "N HV K V", (None, config.HV, config.K, config.V))
-    have_states = state.shape[0]
+    pooled = pool is cache.state
+    have_states = pool.states.shape[0] if pooled else config.check_state(f"{name}.state", cache.state)
     wanted = run.num_states(B)
     fits = wanted in (None, have_states)
     checks.check(fits, f"`{name}` must be of {wanted} sequences, as `x` is; got one of {have_states}.")

@@ -66,7 +66,8 @@ class Cache(NamedTuple):
         the layer has no convolutions. They keep the type that they have in the cache, whatever the type of the hidden
         states, so a `lax.scan` can carry a cache. A layer without a cache returns them in the type of the hidden
         states.
-      state: the state of the operator [N, HV, K, V], or in a pool the StatePool of `empty_pool`.
+      state: the state of the operator [N, HV, K, V], the `MlstmState` of mLSTM, or in a pool the StatePool of
+        `empty_pool`.
     """
 
     conv: tuple[jax.Array, ...]
@@ -85,7 +86,7 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
         round them after every call.
     """
     _CONFIG.check(config)
-    return Cache(_no_inputs(config, N, dtype), jnp.zeros((N, config.HV, config.K, config.V), state_dtype))
+    return Cache(_no_inputs(config, N, dtype), config.empty_state(N, state_dtype))
 
 
 def _no_inputs(config: config.LayerConfig, N: int, dtype) -> tuple[jax.Array, ...]:
@@ -114,6 +115,11 @@ def empty_pool(
         of these tokens, [slots * decode_tokens, W - 1, channels].
     """
     _CONFIG.check(config)
+    if not isinstance(config.state_letters, str):
+        raise NotImplementedError(
+            f"`config` must be of a layer whose state is one array, as the slots of a pool are; got "
+            f"{type(config).__name__}."
+        )
     state = state_pool.make_pool(
         slots, config.HV, config.K, config.V, state_dtype, replay=replay, H=config.H, per_channel=config.per_channel
     )
@@ -330,7 +336,9 @@ class Sequences:
             *arrays, initial_state=before, output_final_state=self.output_cache, **options, **packing,
             implementation=implementation, sharding=self.sharding,
         )  # fmt: skip
-        return o, state if before is None or state is None else state.astype(before.dtype)
+        if before is None or state is None:
+            return o, state
+        return o, jax.tree.map(lambda after, before: after.astype(before.dtype), state, before)
 
 
 @dataclass(frozen=True)

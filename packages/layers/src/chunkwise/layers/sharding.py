@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.layers import config, delta_net, delta_net2, division, kimi, layer, lightning, mamba2, running
+from chunkwise.layers import config, delta_net, delta_net2, division, kimi, layer, lightning, mamba2, mlstm, running
 from chunkwise.shared.call import checks
 
-_MODULES = delta_net, delta_net2, kimi, mamba2, lightning
+_MODULES = delta_net, delta_net2, kimi, mamba2, lightning, mlstm
 LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 
@@ -53,9 +53,11 @@ def shardings(
     letters = division.Letters(config, mesh_axes, mesh)
     found = LAYERS[type(config)]
     conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
-    state: Any = "bn.."
     return Shardings(
-        *jax.tree.map(letters.spec, (found.weights(**found.split(config)), "bt.", running.Cache(conv, state), "btn."))
+        *jax.tree.map(
+            letters.spec,
+            (found.weights(**found.split(config)), "bt.", running.Cache(conv, config.state_letters), "btn."),
+        )
     )
 
 
