@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.serving import state_pool
-from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
+from tests import definitions
 
 T = 44
 PACKED = boundaries(1, 17, 0, 12, 8)  # an empty sequence, sequences that begin inside of a chunk, six tokens of padding

@@ -35,7 +35,7 @@ def imports(text: str, known) -> set[str]:
 
 # The rooms of shared by floors, the highest first: a module imports from its own room and from the floors below it.
 FLOORS = (
-    ("operator", "testing"),
+    ("operator", "composition", "layer_part", "testing"),
     ("serving", "mesh"),
     ("implementation",),
     ("plain",),

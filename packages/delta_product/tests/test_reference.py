@@ -12,9 +12,9 @@ from chunkwise.delta_product import (
     ragged_gated_delta_product,
     recurrent_gated_delta_product,
 )
-from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs
+from tests import definitions
 from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients, poisoned
 
 THOROUGH = dict(

@@ -12,9 +12,9 @@ from chunkwise.dplr import (
     recurrent_dplr_delta_rule,
     recurrent_rwkv7,
 )
-from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_gate
+from tests import definitions
 from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
 
 THOROUGH = dict(

@@ -11,7 +11,7 @@ from jax import lax
 from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call import arguments, checks, faults
 from chunkwise.shared.kernels import chunking, derivatives
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import devices, partition
@@ -193,7 +193,7 @@ def _check_step(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOptio
     checks.check(boundaries is not None, "`cu_seqlens` must be given in a serving step; got None.")
     checks.check_step_types(slots, N, options.block_size)
     find = functools.partial(step_table.find_faults, boundaries, slots, states.shape[0], T, options.block_size)
-    checks.check_known_values((boundaries, *slots), find)
+    faults.check_known_values((boundaries, *slots), find)
     chosen = _choose(options, "pallas" if slots.state_indices.size < T else "xla")
     if options.implementation == "pallas":
         slot_kernel.check_type(states)

@@ -11,7 +11,7 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
 from chunkwise.shared import tuning
-from chunkwise.shared.call import arguments, checks, gates, signature
+from chunkwise.shared.call import arguments, checks, faults, gates, signature
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import chunking, tiles
 from chunkwise.two_keys import operator as two_keys
@@ -93,7 +93,7 @@ def check_inputs(
     x, options, _ = signature.to_records(locals() | dict(allow_neg_eigval=doubled))
     x = _check_types(x, options)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    checks.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding))
+    faults.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding))
 
 
 def _check_types(x: Arguments, options: arguments.Options) -> Arguments:
@@ -113,7 +113,7 @@ def _check_types(x: Arguments, options: arguments.Options) -> Arguments:
 
 def _find_faults(
     x: Arguments, options: arguments.Options, allow_neg_eigval: bool, allow_padding: bool
-) -> Iterator[checks.Fault]:
+) -> Iterator[faults.Fault]:
     """Yield the faults that the values of a batch may have."""
     T, raw = x.q.shape[1], options.activation
     if x.cu_seqlens is not None:
@@ -129,7 +129,7 @@ def _find_faults(
         y = getattr(x, name)
         if y is not None:
             where = inside if name in tokens else everywhere
-            yield checks.fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
+            yield faults.fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
     if x.g is not None and not raw.use_gate_in_kernel:
         yield from _gates("g", x.g, inside)
         if options.min_gate is not None:
@@ -151,55 +151,55 @@ def _find_faults(
     else:
         most = 2 if allow_neg_eigval else 1
         rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
-        yield checks.fault(inside((beta < 0) | (beta > most)), beta, rule)
+        yield faults.fault(inside((beta < 0) | (beta > most)), beta, rule)
     if x.p is not None:
         yield _growth(x, x.p, beta, options, valid, inside)
     elif not options.use_qk_l2norm_in_kernel:
         yield _lengths(x.k, beta, inside)
 
 
-def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[checks.Fault]:
+def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[faults.Fault]:
     """Yield the faults of boundaries that do not rise from 0 to at most T, or stop short of T."""
     first = jnp.arange(cu_seqlens.shape[0]) == 0
     before = jnp.pad(cu_seqlens[:-1], (1, 0))
     wrong = (cu_seqlens < before) | (cu_seqlens > T) | (first & (cu_seqlens != 0))
-    yield checks.fault(wrong, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {T}")
+    yield faults.fault(wrong, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {T}")
     if not allow_padding:
         last = jnp.arange(cu_seqlens.shape[0]) == cu_seqlens.shape[0] - 1
         rule = f"`cu_seqlens` must end at T = {T}, or before it with `allow_padding`"
-        yield checks.fault(last & (cu_seqlens < T), cu_seqlens, rule)
+        yield faults.fault(last & (cu_seqlens < T), cu_seqlens, rule)
 
 
-def _padding(segment_ids: jax.Array) -> checks.Fault:
+def _padding(segment_ids: jax.Array) -> faults.Fault:
     """Return the fault of rows that are padded with zeros: their last ids are 0, and all ids before are above 0."""
     later = jnp.cumsum((segment_ids != 0)[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     trailing = later == 0
     padded = jnp.all(trailing | (segment_ids > 0), axis=1, keepdims=True) & ~jnp.all(trailing, axis=1, keepdims=True)
     rule = "`segment_ids` must be below 0 for padding, because 0 is a document"
-    return checks.fault(trailing & padded, segment_ids, rule, ", the first of the zeros that end a row")
+    return faults.fault(trailing & padded, segment_ids, rule, ", the first of the zeros that end a row")
 
 
-def _gates(name: str, g: jax.Array, where: Where) -> Iterator[checks.Fault]:
+def _gates(name: str, g: jax.Array, where: Where) -> Iterator[faults.Fault]:
     """Yield the faults of gates above 0: first if they are decays in the place of their logs, then all others."""
     decays = (g > 0) & (g <= 1)
     only = ~jnp.any(where(~decays))
     rule = f"`{name}` must be at most 0, the log of a decay"
-    yield checks.fault(where(decays) & only, g, rule, ", and all entries are from 0 to 1: take the log of a decay")
-    yield checks.fault(where(~(g <= 0)), g, rule)
+    yield faults.fault(where(decays) & only, g, rule, ", and all entries are from 0 to 1: take the log of a decay")
+    yield faults.fault(where(~(g <= 0)), g, rule)
 
 
-def _bound(g: jax.Array, least: float, where: Where) -> Iterator[checks.Fault]:
+def _bound(g: jax.Array, least: float, where: Where) -> Iterator[faults.Fault]:
     """Yield the faults of gates below a bound: first if logs to base 2 would obey it, then all others."""
     rounded = 1 + float(jnp.finfo(g.dtype).eps)
     below, base_2 = g < least * rounded, least * tiles.LOG2_E
     only = ~jnp.any(where(g < base_2 * rounded * (1 + _CONSTANT)))
     rule = f"`g` must be at least `min_gate` = {least:g} nats"
     more = f", and all entries are at least {base_2:g}, as logs to base 2 are: multiply these by ln 2"
-    yield checks.fault(where(below) & only, g, rule, more)
-    yield checks.fault(where(below), g, rule)
+    yield faults.fault(where(below) & only, g, rule, more)
+    yield faults.fault(where(below), g, rule)
 
 
-def _sums(x: Arguments, valid: jax.Array | None) -> checks.Fault:
+def _sums(x: Arguments, valid: jax.Array | None) -> faults.Fault:
     """Return the fault of gates that fall from token to token in every sequence, as sums over tokens or chunks do."""
     g: Any = x.g
     T, tokens = g.shape[1], jnp.arange(g.shape[1], dtype=jnp.int32)[None]
@@ -215,23 +215,23 @@ def _sums(x: Arguments, valid: jax.Array | None) -> checks.Fault:
     falls = follows & jnp.all(g <= before, axis=heads) & jnp.any(g < before, axis=heads)
     # Random gates of so many tokens do not all fall, whatever their heads have in common.
     wrong = (jnp.sum(falls, dtype=jnp.int32) >= _SORTED) & jnp.all(falls == follows)
-    return checks.Fault(
+    return faults.Fault(
         wrong,
         "`g` must be the log decay of each token alone; got gates that fall from token to token in every sequence, as "
         "cumulative sums do.",
     )
 
 
-def _twice(name: str, y: jax.Array, flag: str, where: Where) -> checks.Fault:
+def _twice(name: str, y: jax.Array, flag: str, where: Where) -> faults.Fault:
     """Return the fault of raw numbers that are all between 0 and 1, and so many that this is no accident."""
     only = ~jnp.any(where(~((y > 0) & (y < 1))))
     rule = f"`{name}` must be raw with `{flag}`"
-    return checks.fault(where(y > 0) & only & (y.size >= _UNSIGNED), y, rule, ", and all entries are from 0 to 1")
+    return faults.fault(where(y > 0) & only & (y.size >= _UNSIGNED), y, rule, ", and all entries are from 0 to 1")
 
 
 def _growth(
     x: Arguments, p: jax.Array, beta: jax.Array, options: arguments.Options, valid: jax.Array | None, where: Where
-) -> checks.Fault:
+) -> faults.Fault:
     """Return the fault of erase keys with which states grow: they read before the decay, so a step is e^g - k p^T."""
     k, p = (y.astype(jnp.float32) for y in (x.k, p))
     if options.use_qk_l2norm_in_kernel:
@@ -240,10 +240,10 @@ def _growth(
     g = x.g.astype(jnp.float32) if law is None else gates.decays(x.g, x.A_log, x.dt_bias, law, valid)
     product = beta.astype(jnp.float32) * tiles.repeat_heads(jnp.abs(jnp.sum(k * p, axis=3)), beta.shape[2], axis=2)
     most = (1 + jnp.exp(g)) * (1 + max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING))
-    return checks.fault(where(product > most), product, "`k` must have beta |k . p| of at most 1 + e^g, or states grow")
+    return faults.fault(where(product > most), product, "`k` must have beta |k . p| of at most 1 + e^g, or states grow")
 
 
-def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
+def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> faults.Fault:
     """Return the fault of keys that are so long, for step sizes or erase gates, that states grow without bound."""
     product = jnp.square(k.astype(jnp.float32))
     to_values = lambda y: tiles.repeat_heads(y, rate.shape[2], axis=2)
@@ -256,4 +256,4 @@ def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> checks.Fault:
         if channels
         else "`k` must have |k|^2 beta of at most 2, or states grow"
     )
-    return checks.fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")
+    return faults.fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")

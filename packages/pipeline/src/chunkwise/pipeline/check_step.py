@@ -2,7 +2,7 @@
 
 import jax
 
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import checks, faults
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.serving import step_table
 
@@ -49,4 +49,4 @@ def check_step(
     checks.check_packed(cu_seqlens, 1)
     checks.check_step_types(slots, cu_seqlens.shape[0] - 1, block_size)
     sizes = num_slots, num_tokens, block_size, decode_tokens
-    checks.check_values((cu_seqlens, *slots), lambda: step_table.find_faults(cu_seqlens, slots, *sizes))
+    faults.check_values((cu_seqlens, *slots), lambda: step_table.find_faults(cu_seqlens, slots, *sizes))

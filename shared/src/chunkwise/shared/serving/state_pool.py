@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import checks, faults
 from chunkwise.shared.kernels import chunking, pools
 from chunkwise.shared.serving import slot_rows
 
@@ -279,16 +279,16 @@ def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> j
     n, given = slots.shape[0], accepted.shape[0]
     checks.check(n == given, f"`num_accepted_tokens` must have a number for each of {n} `slots`; got {given}.")
 
-    def find() -> Iterator[checks.Fault]:
+    def find() -> Iterator[faults.Fault]:
         exists = pools.existing(slots, pool.shape[0]) >= 0
         drafts = chunking.take(pool.drafts, slots) if pool.replay else exists.astype(jnp.int32)
         wrong = (drafts > 0) & ((accepted < 1) | (accepted > drafts))
         last = "the last decode of each slot had" if pool.replay else "a slot without a ring has"
         message = f"`num_accepted_tokens` must be from 1 to the tokens that {last}, {{most}}; got {{got}}."
         numbers = lambda: dict(most=[int(y) for y in drafts], got=[int(y) for y in accepted])
-        yield checks.Fault(jnp.any(wrong), message, numbers)
+        yield faults.Fault(jnp.any(wrong), message, numbers)
 
-    checks.check_known_values((*jax.tree.leaves(pool), slots, accepted), find)
+    faults.check_known_values((*jax.tree.leaves(pool), slots, accepted), find)
     return accepted
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import faults
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.kernels import chunking, pools
 
@@ -115,7 +115,7 @@ def find_faults(
     num_tokens: int,
     block_size: int | None,
     decode_tokens: int | None = None,
-) -> list[checks.Fault]:
+) -> list[faults.Fault]:
     """Return the possible faults of the values of a step, each with whether it is there."""
     slots, N = with_counts(slots), cu_seqlens.shape[0] - 1
     step = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens)
@@ -129,27 +129,27 @@ def find_faults(
     accepted = jnp.ones(N, jnp.int32) if slots.num_accepted_tokens is None else slots.num_accepted_tokens
     lengths = jnp.where(index < decodes, end - start, jnp.int32(0))
     return [
-        checks.Fault(
+        faults.Fault(
             (decodes < 0) | (decodes > sequences) | (sequences > N),
             f"`num_decodes` must be at most `num_sequences`, and both from 0 to {N}; got {{decodes}} and "
             f"{{sequences}}.",
             lambda: dict(decodes=decodes, sequences=sequences),
         ),
-        checks.fault(falls, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}"),
-        checks.Fault(
+        faults.fault(falls, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}"),
+        faults.Fault(
             jnp.any(lengths > W),
             f"`num_decodes` must count sequences of at most {W} tokens, which come first; got {{decodes}}, and "
             f"sequence {{first}} has {{tokens}}.",
             lambda: dict(decodes=decodes, first=jnp.argmax(lengths > W), tokens=_at(lengths, jnp.argmax(lengths > W))),
         ),
-        checks.fault(
+        faults.fault(
             exists & ((accepted < 1) | (accepted > W)), accepted, f"`num_accepted_tokens` must be from 1 to {W}"
         ),
         *_faults_of_slots(step, slots, num_slots, block_size),
     ]
 
 
-def _faults_of_slots(step: ServingStep, slots: Slots, num_slots: int, block_size: int | None) -> Iterator[checks.Fault]:
+def _faults_of_slots(step: ServingStep, slots: Slots, num_slots: int, block_size: int | None) -> Iterator[faults.Fault]:
     """Yield the possible faults of the slots that sequences start from and write."""
     N = step.decodes.source.shape[0]
     source = jnp.maximum(step.decodes.source, step.prefills.source)
@@ -163,7 +163,7 @@ def _faults_of_slots(step: ServingStep, slots: Slots, num_slots: int, block_size
         used = [*([written[name]] if name in written else []), *([source[:, None]] if name == reads else [])]
         most = jnp.max(jnp.concatenate(used, axis=1), axis=1)
         past = most >= num_slots
-        yield checks.Fault(
+        yield faults.Fault(
             jnp.any(past),
             f"`{name}` must be below {num_slots}, the number of slots; got {{slot}} for sequence {{first}}.",
             lambda past=past, most=most: dict(slot=_at(most, jnp.argmax(past)), first=jnp.argmax(past)),
@@ -175,14 +175,14 @@ def _faults_of_slots(step: ServingStep, slots: Slots, num_slots: int, block_size
     kept, after = target >= 0, jnp.arange(target.size)[None] > jnp.arange(target.size)[:, None]
     again = (target[:, None] == target[None]) & kept[None] & after
     names = " and ".join(f"`{name}`" for name in written)
-    yield checks.Fault(
+    yield faults.Fault(
         jnp.any(again),
         f"{names} must name a slot that is written only once; got {{slot}} for sequence {{first}} and for sequence "
         f"{{then}}.",
         lambda: _pair(again, target, writer, writer),
     )
     crossed = (source[:, None] == target[None]) & kept[None] & (of != writer[None])
-    yield checks.Fault(
+    yield faults.Fault(
         jnp.any(crossed),
         f"{names} must not name a slot that another sequence starts from; got {{slot}}, from which sequence {{first}} "
         f"starts and which sequence {{then}} writes.",
