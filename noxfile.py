@@ -47,6 +47,7 @@ HOSTS = {
     "levanter": ((EXTRA.format("levanter"), "jax[tpu]==0.11.2"), ()),
     "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
     "keras-hub": ((EXTRA.format("keras-hub"), "keras-hub==0.32.0"), ()),
+    "lm-eval": (("lm-eval==0.4.13", "tokenizers", "jax", "safetensors", "rich"), ()),
     "qwix": ((EXTRA.format("nnx"), "qwix==0.1.8"), ()),
     # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
     "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),

@@ -44,8 +44,11 @@ CONFIGS = {
         ),
     ),
 }  # fmt: skip
-# Where a name to install is not the name to import.
-IMPORTS = {"orbax-checkpoint": "orbax", "./packages/layers": "chunkwise"}
+# Where a name to install is not the only name to import.
+IMPORTS = {
+    "orbax-checkpoint": {"orbax"}, "./packages/layers": {"chunkwise"}, "lm-eval": {"lm_eval"},
+    '".[flax]"': {"chunkwise", "flax", "matplotlib"},
+}  # fmt: skip
 # What chunkwise-layers brings.
 BROUGHT = {"jax", "numpy", "rich"}
 
@@ -222,7 +225,7 @@ def head(name: str) -> str:
 def installed(text: str) -> list[set[str]]:
     """Return what each line of a text installs, by the names to import."""
     lines = re.findall(r"^ *python -m pip install (.*)$", text, re.MULTILINE)
-    return [{IMPORTS.get(name, name) for name in line.split()} for line in lines]
+    return [set().union(*(IMPORTS.get(name, {name}) for name in line.split())) for line in lines]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
