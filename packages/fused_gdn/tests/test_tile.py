@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.fused_gdn.operator import to_blocks
-from chunkwise.fused_gdn.tile import split_gate
+from chunkwise.fused_gdn.tile import Heads, gate_sums, split_gate
+from chunkwise.shared.kernels import layout
 from chunkwise.shared.testing.inputs import make_inputs
 
 
@@ -34,3 +35,18 @@ def test_values_per_token_in_blocks_of_heads():
     assert blocks.shape == (2, 2, 8, 3)
     np.testing.assert_array_equal(blocks[1, 1, 4], x[1, 4, 3:])
     assert not blocks[:, :, 7].any()
+
+
+def test_no_sum_of_gates_reaches_another_sequence():
+    """Six tokens of a sequence are before ten of another: their gates change no bit of its sums."""
+    heads = Heads(C=16, K=128, V=128, heads=2, group=1, p=2)
+    owner = jnp.asarray([[3] * 6 + [4] * 10] * 2, jnp.int32).reshape(1, 32)
+    masks = layout.sequence_masks(owner, 16, jnp.int32(3), jnp.int32(4))
+    g = make_inputs(T=16, HV=2, gate="spikes")["g"][0]
+    sums = [gate_sums(x, jnp.ones_like(g), heads, True, masks) for x in (g, g.at[:6].set(0.0))]
+    columns, rows = zip(*((x.G, x.G_rows) for x in sums), strict=True)
+    for one, other in zip(*columns, strict=True):
+        np.testing.assert_array_equal(one[6:], other[6:])
+    for one, other in zip(*rows, strict=True):
+        np.testing.assert_array_equal(one.reshape(2, 2, 16)[..., 6:], other.reshape(2, 2, 16)[..., 6:])
+    assert jnp.any(columns[0][0][:6] != 0.0)
