@@ -95,7 +95,7 @@ def compile_mixer(
 
 def _launch(text: str, mixed: bool = False) -> list[str]:
     """Return the launch that runs if all sequences are decodes, or if `mixed` those of a step that has prefills too."""
-    return [name for name in launches(text) if ("decode_mixer" in name) != mixed]
+    return [name for name in launches(text) if ("decode_layer" in name) != mixed]
 
 
 def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
-from tests import decode_suite, traced
+from tests import decode_suite, rule_suite, traced
 
 # A pool without rings, drafts over the rings with the most operations, and a slot for each token.
 QUICK = ("bfloat16", "channels, int8 drafts", "drafts in slots")
@@ -25,6 +25,10 @@ THOROUGH = dict(
     test_rings_of_other_slots=True,
     test_operations=lambda most: most not in (2050, 6000),
     test_decode_of_an_operator=lambda delta: not delta,
+    test_erase_keys_and_narrow_heads=lambda case: case not in ("comba, drafts in slots", "Mamba-2"),
+    test_compiles_erase_keys_and_narrow_heads=lambda case: (
+        case not in ("comba, int8 ring", "half a register", "Mamba-2")
+    ),
     test_compiles_as_one_launch=lambda case: case not in (*QUICK, "channels, drafts"),
 )
 
@@ -164,6 +168,11 @@ def test_decode_of_an_operator(per_channel, delta, dtype, monkeypatch):
     assert_close("states", after[np.array([4, 0])], want[[0, 2]], TOLERANCE[jnp.dtype(dtype).name])
 
 
+@pytest.mark.parametrize("case", rule_suite.CASES)
+def test_erase_keys_and_narrow_heads(case):
+    rule_suite.assert_decodes(case)
+
+
 def test_what_it_does_not_take():
     decodes, conv, pool = decode_suite.make(1, 2, ring=True)
     slots, plain = decode_suite.slots(), StatePool(pool.states)
@@ -220,3 +229,17 @@ def test_compiles_as_one_launch(case, chip):
     assert len(launches(program.as_text())) == 1
     # The pools are updated in place.
     assert program.memory_analysis().temp_size_in_bytes < pool.states.nbytes
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", rule_suite.CASES)
+def test_compiles_erase_keys_and_narrow_heads(case, chip):
+    x, pool, _, slots = rule_suite.make(case)
+    step = lambda part, pool, slots: rule_suite.decode(case, part, pool, slots._replace(num_decodes=rule_suite.N))
+    args = rule_suite.part_of(x, case, 0), pool, slots._replace(num_decodes=None)
+    specs = jax.tree.map(lambda y: spec(*jnp.shape(y), dtype=jnp.result_type(y)), args)
+    program = compile_for(step, *specs, chip=chip, auto_layout=True, donate_argnums=(1,))
+    assert len(launches(program.as_text())) == 1
+    assert program.memory_analysis().alias_size_in_bytes >= pool.states.nbytes

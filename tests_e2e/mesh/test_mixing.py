@@ -56,7 +56,7 @@ def assert_one_launch(run, mesh, values, specs, sharding) -> None:
         traced = jax.jit(lambda values: run(*values, "fused", sharding=sharding)).trace(placed)
         program = traced.lower().compile()
         got = program(placed)
-    assert "decode_mixer_fwd" in str(traced.jaxpr)
+    assert "decode_layer_fwd" in str(traced.jaxpr)
     assert collectives(program.as_text()) == []
     for (path, have), want in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         assert_close(jax.tree_util.keystr(path), have, want, 1e-5)

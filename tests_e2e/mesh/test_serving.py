@@ -249,6 +249,6 @@ def test_a_layer_compiles_for_tpus():
     program = compile_on(mesh, run, *tensors, on_all(mesh, step_shapes(8)), donated=2)
     text = program.as_text()
     steps = "recurrent_gated_delta_rule", "chunk_gated_delta_rule"
-    for kernel in ("decode_mixer", "causal_conv1d", *steps, "rms_norm_gated"):
+    for kernel in ("decode_layer", "causal_conv1d", *steps, "rms_norm_gated"):
         assert any(name.startswith(f"{kernel}_fwd") for name in launches(text)), kernel
     assert collectives(text) == ["all-reduce"]

@@ -5,7 +5,7 @@ import pytest
 
 from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
-from tests import decode_suite
+from tests import decode_suite, rule_suite
 
 CASES = {
     "gated_delta_rule": dict(H=1, HV=2, pool=jnp.bfloat16),
@@ -16,7 +16,10 @@ CASES = {
     "kda_int8_ring": dict(H=2, HV=2, per_channel=True, pool=jnp.int8, ring=True),
 }
 # Rings of int8, and drafts, are the kernel with all that it has.
-THOROUGH = dict(test_decodes=lambda case: case not in ("kda_int8_ring", "slots"))
+THOROUGH = dict(
+    test_decodes=lambda case: case not in ("kda_int8_ring", "slots"),
+    test_erase_keys_and_narrow_heads=lambda case: case != "half a register",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,3 +33,11 @@ def test_decodes(case, monkeypatch):
     kind = pool.states.dtype.name
     assert_close("o", o, want_o, decode_suite.LIMITS[kind if pool.replay else "float32"])
     assert_close("states", decode_suite.states_after(decodes, after), want, decode_suite.LIMITS[kind])
+
+
+@pytest.mark.parametrize("case", ["comba, drafts in slots", "gdn2, ring", "half a register", "Mamba-2"])
+def test_erase_keys_and_narrow_heads(case, monkeypatch):
+    # One sequence a grid step: so buffers are used again.
+    for name in ("_STATES", "_MORE_STATES"):
+        monkeypatch.setattr(launch, name, rule_suite.HV)
+    rule_suite.assert_decodes(case)

@@ -127,8 +127,8 @@ def test_tpu_inference_decodes_are_one_launch():
     names = {
         kind: str(jax.make_jaxpr(lambda *args, kind=kind: serve(*args, kind))(x, step)) for kind in ("fused", "xla")
     }
-    assert "decode_mixer_fwd" in names["fused"]
-    assert "decode_mixer_fwd" not in names["xla"]
+    assert "decode_layer_fwd" in names["fused"]
+    assert "decode_layer_fwd" not in names["xla"]
 
 
 def test_tpu_inference_speculation():

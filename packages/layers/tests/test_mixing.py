@@ -63,8 +63,8 @@ def test_decodes(name, decodes, known):
 def test_one_launch(name):
     run, pool = step(name, 4)
     names = lambda implementation: str(jax.make_jaxpr(run, static_argnums=1)(pool, implementation, jnp.int32(4)))
-    assert "decode_mixer_fwd" in names("fused")
-    assert "decode_mixer_fwd" not in names("xla")
+    assert "decode_layer_fwd" in names("fused")
+    assert "decode_layer_fwd" not in names("xla")
 
 
 def test_one_launch_over_rings(monkeypatch):
@@ -89,7 +89,7 @@ def test_one_launch_over_rings(monkeypatch):
     for t in range(4):
         cache = token(x[t], cache)[1]
     pool = layers.write_cache(pool, slots, cache)
-    assert "decode_mixer_fwd" in str(decode.trace(x[4].reshape(1, 2, -1), pool).jaxpr)
+    assert "decode_layer_fwd" in str(decode.trace(x[4].reshape(1, 2, -1), pool).jaxpr)
     for t in range(4, 7):
         want, cache = token(x[t], cache)
         y, pool = decode(x[t].reshape(1, 2, -1), pool)
@@ -125,7 +125,7 @@ def drafts(ring):
 @pytest.mark.parametrize("ring", [True, False])
 def test_drafts_are_one_launch(ring):
     run, pool, x = drafts(ring)
-    assert "decode_mixer_fwd" in str(jax.make_jaxpr(run, static_argnums=2)(pool, x, "fused"))
+    assert "decode_layer_fwd" in str(jax.make_jaxpr(run, static_argnums=2)(pool, x, "fused"))
 
 
 def test_drafts_in_slots():
@@ -162,8 +162,8 @@ def test_a_token_after_a_cache(name):
     for have, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close("one token", have, other, 1e-5)
     names = lambda each: str(jax.make_jaxpr(run, static_argnums=3)(*arrays, each))
-    assert "decode_mixer_fwd" in names("fused")
-    assert "decode_mixer_fwd" not in names("xla")
+    assert "decode_layer_fwd" in names("fused")
+    assert "decode_layer_fwd" not in names("xla")
 
 
 def test_gradients_of_a_token_after_a_cache():

@@ -104,7 +104,7 @@ def test_a_pool_in_rows_is_not_copied(ring):
         step = jax.jit(run, donate_argnums=2, in_shardings=(one, one, formats, one, one), out_shardings=(one, formats))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             text = step.trace(x, weights, pool, *at).lower().compile().as_text()
-        assert "decode_mixer_fwd" in text
+        assert "decode_layer_fwd" in text
         return re.findall(r"%copy\.\S+ = \w+\[1024,[0-9,]*\]", text)
 
     assert copies(one)

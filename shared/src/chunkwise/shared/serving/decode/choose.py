@@ -36,9 +36,8 @@ def kernel_of(
         return "decode" if fits else None
     assert static is not None
     rule = records.of_rule(static, x)
-    name, limit = "decode", "takes no int8 states without a ring where there are erase keys"
-    if rule is not None:
-        limit = _decode_limit(rule, (), pool, slots)
+    # The tokens of an operator alone may be any number, and then the states are an array.
+    name, limit = "decode", "" if rule is None else _decode_limit(rule, (), pool, slots)
     # The other kernels take no int8 states without rings.
     if limit is not None and pool.replay:
         name, limit = "ring", _ring_limit(x, pool)
@@ -79,7 +78,7 @@ def _decode_limit(x: Decodes, conv: tuple, pool: StatePool, slots: Slots) -> str
     if slots_fit and launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None:
         return None
     return (
-        f"decodes {pool.states.dtype} states without a ring if K and V are multiples of 128, there are at most "
+        f"decodes {pool.states.dtype} states without a ring if K and V are multiples of 64, there are at most "
         f"{launch.MOST_HEADS} value heads and {launch.MOST_TOKENS} tokens of a decode, and all tokens fit "
         f"into VMEM; got K = {s.K}, V = {s.V}, {s.HV} value heads and {s.decode_tokens} tokens"
     )

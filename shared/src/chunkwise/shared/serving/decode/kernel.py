@@ -131,9 +131,7 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     # Copies start as early as possible, so that they overlap with the computation.
     store = functools.partial(copies.copy_slots, refs, s, i, pools.start, out=True)
     store("conv")
-    q, k, v = (
-        _by_head(channels, *heads) for heads in ((0, s.H, s.K), (s.H * s.K, s.H, s.K), (2 * s.H * s.K, s.HV, s.V))
-    )
+    q, k, v = (_by_head(channels, *heads) for heads in ((s.H, s.K), (s.H, s.K), (s.HV, s.V)))
     if s.rule.normalise:
         q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
     q = [x * jnp.float32(s.rule.scale) for x in q]
@@ -142,12 +140,15 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     if refs.has_rings:
         _append_keys(refs, s, b, counts, k, gates)
     beta = None if refs.tokens.beta is None else tile.step_size(refs.tokens.rows[:, refs.lanes["beta"]], s)
-    S_k, S_q = reads.read_states(refs, s, b, counts, q, k, decays)
+    # The erase key and the query of every value head.
+    rows = [[_erase_key(refs, s, h, k), q[h // s.group]] for h in range(s.HV)]
+    erased = [jnp.exp(tile.accumulate_before(x, s)) for x in gates] if s.rule.erase_before_decay else decays
+    read = reads.read_states(refs, s, b, counts, rows, list(zip(erased, decays, strict=True)))
     for h in range(s.HV):
-        at = slice(h * s.V, (h + 1) * s.V)
-        step = None if beta is None else beta[:, h : h + 1]
+        at = slice(h * s.width, h * s.width + s.V)
+        step, (S_e, S_q) = None if beta is None else beta[:, h : h + 1], read[h]
         refs.work.made[:, at], o = tile.run_rule(
-            q[h // s.group], k[h // s.group], v[h], gates[h], step, S_k[h], S_q[h], s
+            q[h // s.group], k[h // s.group], v[h], gates[h], step, rows[h][0], S_e, S_q, s
         )
         if s.norm is not None:
             first = refs.lanes["z"].start + h * s.V
@@ -157,13 +158,21 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
         # The output replaces channels that have been read; there are more channels than outputs.
         refs.tokens.rows[:, at] = o
     for place, start in enumerate(starts):
-        refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
+        refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.width]
     if refs.has_rings:
         made = [refs.work.made[:, h * s.V : (h + 1) * s.V] for h in tile.by_row(range(s.HV), s)]
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
         _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
     store(*refs.kinds[1:])
+
+
+def _erase_key(refs: DecodeRefs, s: KernelStatic, h: int, k: list[jax.Array]) -> jax.Array:
+    """Return the erase keys of a value head, [m, K]."""
+    if refs.tokens.p is None:
+        return k[h // s.group]
+    first = refs.lanes["p"].start + h * packed.pad_lanes(s.K)
+    return refs.tokens.rows[:, first : first + s.K]
 
 
 def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
@@ -177,7 +186,7 @@ def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
         for key in range(s.H):
             columns = [tiles.to_column(k[key][row][None])[0] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.buffers.before[b, place, h].astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
+                S, of_head = refs.buffers.before[b, place, h].astype(jnp.float32), slice(h * s.width, h * s.width + s.V)
                 for t, (row, column) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
                     if t == 0 and refs.buffers.scale_in is not None:
@@ -226,11 +235,11 @@ def _channels(refs: DecodeRefs, s: KernelStatic, b, j: int) -> list[jax.Array]:
     return [x[:, at : at + packed.LANES] for at in range(0, x.shape[1], packed.LANES)]
 
 
-def _by_head(channels: list[jax.Array], first: int, heads: int, D: int) -> list[jax.Array]:
-    """Return the heads of D channels that begin at channel `first`, [n, D] each."""
-    width = D // packed.LANES
-    starts = range(first // packed.LANES, first // packed.LANES + heads * width, width)
-    return [jnp.concatenate(channels[at : at + width], axis=1) for at in starts]
+def _by_head(channels: list[jax.Array], heads: int, D: int) -> list[jax.Array]:
+    """Take heads of D channels, in whole registers each, from the front of a list, and return them, [n, D] each."""
+    width = packed.pad_lanes(D) // packed.LANES
+    taken = [jnp.concatenate([channels.pop(0) for _ in range(width)], axis=1) for _ in range(heads)]
+    return [x[:, :D] for x in taken]
 
 
 def _gates(refs: DecodeRefs, s: KernelStatic) -> list[jax.Array]:
@@ -244,4 +253,5 @@ def _gates(refs: DecodeRefs, s: KernelStatic) -> list[jax.Array]:
         found = tile.gate(g, A_log, dt_bias, s)
         return [found[:, h : h + 1] for h in range(s.HV)]
     part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
-    return [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)]
+    gates = [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)]
+    return [x[:, : s.K] for x in gates]

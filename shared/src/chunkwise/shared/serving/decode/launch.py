@@ -21,8 +21,10 @@ from chunkwise.shared.serving.state_pool import StatePool
 # the time in which products wait; and decodes of several tokens, which read one state for all states that they write.
 _STATES = 32
 _MORE_STATES = 64
-MOST_HEADS = 64
+MOST_HEADS = 128
 MOST_TOKENS = 4
+# The most value heads of a decode of several tokens.
+_MOST_HEADS_OF_DRAFTS = 64
 # The most value heads over rings, and the most slots, whose numbers of tokens are in scalar memory.
 _RING_HEADS = 8
 _RING_SLOTS = 2**14
@@ -31,25 +33,30 @@ _RING_SLOTS = 2**14
 def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
     s, states = x.static, pool.states
-    whole = s.K % packed.LANES == 0 and s.V % packed.LANES == 0
-    few = s.HV <= MOST_HEADS and s.decode_tokens <= MOST_TOKENS
+    # A layer has its channels side by side; the heads of an operator alone are padded to whole registers.
+    least = packed.LANES if x.weight else packed.LANES // 2
+    whole = s.K % least == 0 and s.V % least == 0
+    heads = MOST_HEADS if s.decode_tokens == 1 else _MOST_HEADS_OF_DRAFTS
+    few = heads >= s.HV and s.decode_tokens <= MOST_TOKENS
     if not (whole and few) or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
     if pool.replay and not _takes_rings(x, pool):
         return None
     width, T, constants = x.lanes, _rows(x, N), jax.eval_shape(lambda: x.constants)
     # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
-    fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.V * (4 + 2 * x.x[0].dtype.itemsize))
+    fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.width * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
-    state = s.HV * s.K * s.V * states.dtype.itemsize
+    state = s.HV * s.K * s.width * states.dtype.itemsize
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
         # Keys and writes have eight rows for each token at most, and gates too, or a register for eight tokens.
         slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + (8 if _by_channel(pool) else 1))
     buffers = 2 * slot + (1 + targets_of(x, pool)) * state
-    each = copies.BUFFERS * buffers + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * s.K + s.V))
+    each = copies.BUFFERS * buffers + 4 * s.decode_tokens * (
+        2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width)
+    )
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
@@ -114,7 +121,7 @@ def launch(
     s, N, targets = x.static, cu_seqlens.shape[0] - 1, targets_of(x, pool)
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
     assert n is not None
-    groups, rows = -(-N // n), s.HV * s.V
+    groups, rows = -(-N // n), s.HV * s.width
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
     tables: dict[str, Any] = dict(
         boundaries=cu_seqlens, write=slots.state_indices.reshape(-1), read=slots.read_indices,
@@ -176,8 +183,9 @@ def launch(
         in_bounds=True,
     )
     after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
+    o = out["o"].reshape(T, s.HV, s.width)[:, :, : s.V].reshape(T, -1)
     return (
-        chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0],
+        chunking.pad_tokens(o[None], x.x[0].shape[0])[0],
         tuple(out[f"conv{j}"] for j in range(len(conv))),
         after,
     )

@@ -13,26 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from chunkwise.shared.kernels import packed
 from chunkwise.shared.serving import ring_tile
 from chunkwise.shared.serving.decode import ring, tile
 from chunkwise.shared.serving.decode.records import KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 
-def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the values that keys and queries read from decayed states and rings, [m, V] for every value head.
+def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, rows, decays) -> list[list[jax.Array]]:
+    """Return the values that erase keys and queries read from decayed states and rings, [m, V], for every value head.
 
     Args:
       refs: the Refs of the kernel.
       s: the static description of the launch.
       b: the buffer of the grid step.
       counts: how many tokens of its ring each sequence reads; None without rings.
-      q, k: queries and keys, [m, K] for every key head.
-      decays: the decays up to the tokens, [m, 1] or [m, K] for every value head.
+      rows: the erase key and the query of every value head, [m, K].
+      decays: the decays of the states that they read, [m, 1] or [m, K].
     """
-    m, per_channel = refs.tokens.rows.shape[0], decays[0].shape[1] > 1
+    m, per_channel = refs.tokens.rows.shape[0], decays[0][1].shape[1] > 1
     on_matrix_unit = refs.buffers.before.dtype != jnp.float32
-    rows = [[x[h // s.group] * decays[h] if per_channel else x[h // s.group] for x in (k, q)] for h in range(s.HV)]
+    if per_channel:
+        rows = [[x * decay for x, decay in zip(*pairs, strict=True)] for pairs in zip(rows, decays, strict=True)]
     scores: Any = None
     start: Any = None
     of_ring: Any = None
@@ -47,7 +49,8 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> t
         _split_rows(refs.work.parts, s, rows)
     # How many value heads have the same rows. The matrix unit takes products in the order of the program: those with
     # states fill the time of those of rings that wait for others.
-    together = 1 if per_channel or factors else s.group
+    alike = not (per_channel or factors or refs.tokens.p is not None)
+    together = s.group if alike and s.V % packed.LANES == 0 else 1
     for h in range(0, s.HV, together):
         if refs.has_rings and h == s.HV // 2 // together * together:
             start, weights = _weigh_rings(refs, s, b, counts, scores)
@@ -55,11 +58,13 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> t
         if on_matrix_unit:
             _read_together(refs, s, b, heads)
         else:
+            # Without the delta rule nothing is erased, and only the queries read.
+            kinds = range(refs.tokens.beta is None, 2)
             for head in heads:
-                _read_alone(refs, b, head, rows[head])
+                _read_alone(refs, b, head, {j: rows[head][j] for j in kinds})
     if refs.has_rings:
         of_ring = _read_rings(refs, s, b, counts, weights)
-    S_k, S_q = [], []
+    reads = []
     for h in range(s.HV):
         first, row = 8 * m * h, tile.row_of(h, s)
         found: list[Any]
@@ -71,9 +76,8 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, q, k, decays) -> t
         if refs.has_rings:
             found = found if per_channel else [_each(start[:, row : row + 1], s) * x for x in found]
             found = [x + y for x, y in zip(found, of_ring[row], strict=True)]
-        S_k.append(found[0] if per_channel else decays[h] * found[0])
-        S_q.append(found[1] if per_channel else decays[h] * found[1])
-    return S_k, S_q
+        reads.append(found if per_channel else [decay * x for decay, x in zip(decays[h], found, strict=True)])
+    return reads
 
 
 def _factors(refs: DecodeRefs, s: KernelStatic, b) -> list[jax.Array]:
@@ -91,13 +95,13 @@ def _each(x: jax.Array, s: KernelStatic) -> jax.Array:
     return jnp.concatenate([x] * s.decode_tokens)
 
 
-def _read_alone(refs: DecodeRefs, b, head: int, rows: list[jax.Array]) -> None:
-    """Put the products of keys and queries with the states of a value head into a buffer, by the vector unit."""
+def _read_alone(refs: DecodeRefs, b, head: int, rows: dict[int, jax.Array]) -> None:
+    """Store the products of keys (0) and queries (1) with the states of a value head, by the vector unit."""
     n, m = refs.buffers.before.shape[1], refs.tokens.rows.shape[0]
     for place in range(n):
         S = refs.buffers.before[b, place, head]
         for row in range(place, m, n):
-            for j, x in enumerate(rows):
+            for j, x in rows.items():
                 at = 8 * m * head + j * m + row
                 refs.work.products[at : at + 1, :] = tile.read_on_vector_unit(S, x[row : row + 1])
 

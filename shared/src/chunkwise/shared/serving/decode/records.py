@@ -3,7 +3,7 @@
 That is the convolution with its pool, the gates, the operator and the gated norm.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,11 @@ class KernelStatic(NamedTuple):
         return self.HV // self.H
 
     @property
+    def width(self) -> int:
+        """The lanes of a value head of a token."""
+        return packed.pad_lanes(self.V)
+
+    @property
     def decode_tokens(self) -> int:
         """The most tokens of a decode."""
         return self.rule.W
@@ -97,6 +102,7 @@ class Decodes(NamedTuple):
         there are none.
       A_log, dt_bias: the arrays of the law, [HV], and [HV] or [HV, K]; None for zeros.
       norm: the weight of the norm, [V], or None.
+      p: erase keys [T, HV K], which the kernel does not scale to unit length; None for k.
     """
 
     static: KernelStatic
@@ -109,11 +115,12 @@ class Decodes(NamedTuple):
     A_log: jax.Array | None = None
     dt_bias: jax.Array | None = None
     norm: jax.Array | None = None
+    p: jax.Array | None = None
 
     @property
     def tokens(self) -> dict[str, jax.Array]:
         """The arrays of tokens, by the names of their Refs."""
-        named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
+        named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z, "p": self.p}
         return {name: y for name, y in named.items() if y is not None}
 
     @property
@@ -144,17 +151,25 @@ def static_of(
       norm: the norm of the output, or None.
     """
     step_size = 1.0 + activation.allow_neg_eigval if activation.use_beta_sigmoid_in_kernel else None
-    rule = DecodeStatic(1, True, K**-0.5, True, "decode_mixer_fwd")
+    rule = DecodeStatic(1, True, K**-0.5, True, "decode_layer_fwd")
     return KernelStatic(H, HV, K, V, rule, activation.law, step_size, "silu", norm)
 
 
 def of_rule(static: DecodeStatic, x: Arguments) -> Decodes | None:
-    """Return the decodes of an operator alone, whose arguments are prepared; None if the kernel has no such rule."""
-    if x.p is not None or static.erase_before_decay or not static.single:
+    """Return the decodes of an operator alone, from prepared arguments; None if the kernel does not run its tokens."""
+    if not static.single:
         return None
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    row = lambda y: y.reshape(-1, y[0, 0].size)
+    s = KernelStatic(H, HV, K, V, static, None, None, None, None)
+
+    def row(y: Any, by_channel=True) -> Any:
+        """Return the heads of every token side by side, each in whole registers if they have channels."""
+        if y is None:
+            return None
+        if by_channel:
+            y = jnp.pad(y, ((0, 0),) * 3 + ((0, packed.pad_lanes(y.shape[3]) - y.shape[3]),))
+        return y.reshape(-1, y[0, 0].size)
+
     return Decodes(
-        KernelStatic(H, HV, K, V, static, None, None, None, None),
-        tuple(map(row, (x.q, x.k, x.v))), row(x.g), None if x.beta is None else row(x.beta),
-    )  # fmt: skip
+        s, tuple(map(row, (x.q, x.k, x.v))), row(x.g, x.g.ndim == 4), row(x.beta, by_channel=False), p=row(x.p)
+    )

@@ -42,7 +42,7 @@ class TokenRefs(NamedTuple):
 
     Attributes:
       x: [T, channels] each, inputs of the convolution.
-      g, beta, z: [T, lanes], raw gates, raw step sizes and gates of the output, or None.
+      g, beta, z, p: [T, lanes], raw gates, raw step sizes, gates of the output and erase keys, or None.
       o: [T, HV V].
       side_by_side: float32 [T + 1, lanes], all arrays of tokens, each in whole registers; the last row is zeros.
       rows: float32 [m, lanes], the tokens of the n sequences of a grid step: the first tokens, then the second ones,
@@ -54,6 +54,7 @@ class TokenRefs(NamedTuple):
     g: jax.Ref
     beta: Any
     z: Any
+    p: Any
     o: jax.Ref
     side_by_side: jax.Ref
     rows: jax.Ref
@@ -62,7 +63,8 @@ class TokenRefs(NamedTuple):
     @property
     def named(self) -> dict[str, jax.Ref]:
         """The arrays of tokens by their names, in their order side by side."""
-        named = {f"x{i}": ref for i, ref in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
+        named = {f"x{i}": ref for i, ref in enumerate(self.x)}
+        named |= {"g": self.g, "beta": self.beta, "z": self.z, "p": self.p}
         return {name: ref for name, ref in named.items() if ref is not None}
 
 

@@ -50,25 +50,38 @@ def accumulate(g: jax.Array, s: KernelStatic) -> jax.Array:
     return jnp.concatenate(list(itertools.accumulate(by_token(g, s), jnp.add)))
 
 
-def run_rule(q, k, v, g, beta, S_k, S_q, s: KernelStatic) -> tuple[jax.Array, jax.Array]:
+def accumulate_before(g: jax.Array, s: KernelStatic) -> jax.Array:
+    """Return the sums of gates from the first token of each decode to the token before each of its tokens."""
+    parts = by_token(g, s)
+    return jnp.concatenate(list(itertools.accumulate(parts[:-1], jnp.add, initial=jnp.zeros_like(parts[0]))))
+
+
+def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: KernelStatic) -> tuple[jax.Array, jax.Array]:
     """Return the values that tokens write, and their outputs, [rows, V] for a value head.
 
     Args:
       q, k, v: queries, keys and values of the head.
       g: its gates in nats, [rows, 1] or [rows, K].
       beta: step sizes [rows, 1], or None without the delta rule.
-      S_k, S_q: the values that keys and queries read from the state before the tokens of the decode, with all decays.
+      erase: erase keys, which may be k.
+      S_e, S_q: the values that erase keys and queries read from the state before the tokens of the decode, with all
+        decays.
       s: the static description.
     """
-    q, k, v, g, S_k, S_q = (by_token(x, s) for x in (q, k, v, g, S_k, S_q))
+    q, k, v, g, erase, S_e, S_q = (by_token(x, s) for x in (q, k, v, g, erase, S_e, S_q))
     written, outputs = [], []
     for t in range(s.decode_tokens):
-        found, since = [S_k[t], S_q[t]], None
+        found, since, earlier = [S_e[t], S_q[t]], None, None
         for u in reversed(range(t)):
+            # The decay up to the token before, for erase keys that read before the decay of their token.
+            if u < t - 1:
+                earlier = g[u + 1] if earlier is None else earlier + g[u + 1]
             since = g[u + 1] if since is None else since + g[u + 1]
-            key = jnp.exp(since) * k[u]
-            for j, x in enumerate((k[t], q[t])):
-                found[j] = found[j] + jnp.sum(x * key, axis=1, keepdims=True) * written[u]
+            key = erased = jnp.exp(since) * k[u]
+            if s.rule.erase_before_decay:
+                erased = k[u] if earlier is None else jnp.exp(earlier) * k[u]
+            for j, (x, y) in enumerate(((erase[t], erased), (q[t], key))):
+                found[j] = found[j] + jnp.sum(x * y, axis=1, keepdims=True) * written[u]
         new = v[t] if beta is None else by_token(beta, s)[t] * (v[t] - found[0])
         written.append(new)
         # The state after the token is read without it: o = a S^T q + (k . q) new.
