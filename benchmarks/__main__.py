@@ -16,6 +16,7 @@ from benchmarks import (
     bench,
     calibrate,
     compile_times,
+    composed,
     decode_mixer,
     figures,
     gpu,
@@ -68,7 +69,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    add_cases(one, CASES | MIXERS | BLOCKS)
+    add_cases(one, CASES | MIXERS | BLOCKS | composed.CASES)
     one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
@@ -142,7 +143,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | MIXERS | BLOCKS)[name]
+        case = (CASES | MIXERS | BLOCKS | composed.CASES)[name]
         for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
             yield name, case, T, label

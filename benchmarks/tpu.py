@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks import regions, tpu_peers
 from benchmarks.block import Block
+from benchmarks.composed import Composed  # noqa: F401, its name is in the programs of `measure`
 from benchmarks.mixer import Mixer
 from benchmarks.turns import Turns, turns_of
 from chunkwise.command import times
@@ -219,7 +220,7 @@ def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool,
     """
     arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
     codes = [
-        f"from benchmarks.tpu import Block, Layer, Mixer, estimate; estimate({arguments}, {x})"
+        f"from benchmarks.tpu import Block, Composed, Layer, Mixer, estimate; estimate({arguments}, {x})"
         for x in dict.fromkeys((profile, False))
     ]
     return first_result(codes, timeout)

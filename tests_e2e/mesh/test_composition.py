@@ -10,32 +10,19 @@ from jax.sharding import NamedSharding
 
 from chunkwise.pipeline import chunk_dplr_delta_rule, chunk_gated_delta_product
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.inputs import make_dplr_inputs, make_product_inputs, poison_padding
 from tests_e2e.mesh.meshes import P, make_mesh
 
 THOROUGH = dict(
     test_divisions=lambda kind, mode, spec: (kind, mode, spec) != ("delta_product", "explicit", P("a", None, "c")),
     test_context_axis=lambda kind: kind == "dplr",
 )
-T = 24
-
-
-def product_inputs(B=2, H=2, HV=4) -> dict:
-    """Return inputs of two steps a token."""
-    x = make_inputs(B, 2 * T, H, HV, 8, 8, num_states=B)
-    return x | {name: x[name][:, ::2] for name in ("q", "g")}
-
-
-def dplr_inputs(B=2, H=2, HV=4) -> dict:
-    """Return inputs whose b erases half of what a reads."""
-    x = make_inputs(B, T, H, HV, 8, 8, per_channel=True, num_states=B)
-    a = x["k"][:, ::-1]
-    return {name: x[name] for name in ("q", "k", "v", "initial_state")} | dict(a=-a, b=a / 2, gk=x["g"])
+SIZES = B, T, H, HV, K, V = 2, 24, 2, 4, 8, 8
 
 
 KINDS = {
-    "delta_product": (functools.partial(chunk_gated_delta_product, num_householder=2), product_inputs),
-    "dplr": (chunk_dplr_delta_rule, dplr_inputs),
+    "delta_product": (functools.partial(chunk_gated_delta_product, num_householder=2), make_product_inputs),
+    "dplr": (chunk_dplr_delta_rule, make_dplr_inputs),
 }
 # How the tensors are split where v is split over rows "a", tokens "b", and value heads "c".
 DIMENSIONS = {"v": "abc", "g": "abc", "beta": "abc", "gk": "abc", "initial_state": "ac"}
@@ -57,7 +44,10 @@ def results(call, x, fixed, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_divisions(kind, mode, spec):
     call, make = KINDS[kind]
-    x, mesh = make(), jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=make_mesh((2, 2, 2), mode).axis_types)
+    x, mesh = (
+        make(*SIZES, num_states=2),
+        jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=make_mesh((2, 2, 2), mode).axis_types),
+    )
     want = jax.jit(lambda x: results(call, x, {}))(x)
     used = {axis for axis in spec if axis}
     options = {}
@@ -71,7 +61,7 @@ def test_divisions(kind, mode, spec):
 
 
 def test_no_gate_on_a_mesh():
-    x, mesh = product_inputs() | dict(g=None), make_mesh((2,), "explicit")
+    x, mesh = make_product_inputs(*SIZES) | dict(g=None), make_mesh((2,), "explicit")
     want = chunk_gated_delta_product(**x, num_householder=2)[0]
     placed = {name: y if y is None else jax.device_put(y, NamedSharding(mesh, P("a"))) for name, y in x.items()}
     assert_close("o", chunk_gated_delta_product(**placed, num_householder=2)[0], want, 1e-5)
@@ -81,14 +71,13 @@ def test_no_gate_on_a_mesh():
 def test_context_axis(kind):
     """The boundaries count the tokens of q on all devices; the padding is NaN, also where gates are raw."""
     call, make = KINDS[kind]
-    x, mesh = make(B=1), make_mesh((4,), "automatic")
-    x["initial_state"] = jnp.concatenate([x["initial_state"]] * 3)
+    x, mesh = make(1, *SIZES[1:], num_states=3), make_mesh((4,), "automatic")
     fixed = dict(cu_seqlens=jnp.array([0, 5, 16, 21], jnp.int32))
     if kind == "delta_product":
         x |= dict(A_log=jnp.zeros(4), dt_bias=jnp.ones(4))
         call = functools.partial(call, use_gate_in_kernel=True)
     tokens = {name for name, y in x.items() if y.ndim > 2 and name != "initial_state"}
-    x = {name: y.at[:, 21 * y.shape[1] // T :].set(jnp.nan) if name in tokens else y for name, y in x.items()}
+    x = poison_padding(x, **fixed)
     want = jax.jit(lambda x: call(**x, **fixed, output_final_state=True))(x)
 
     def whole(x):

@@ -12,10 +12,10 @@ from chunkwise.delta_product import (
     ragged_gated_delta_product,
     recurrent_gated_delta_product,
 )
+from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import make_inputs
-from tests import definitions
-from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients, poisoned
+from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
+from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
 
 THOROUGH = dict(
     test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
@@ -31,17 +31,11 @@ QUICK = (
 )
 
 
-def inputs(B, T, H, HV, K, V, *, n=2, **options):
-    """Return inputs with n keys, values and step sizes for every token."""
-    x = make_inputs(B, T * n, H, HV, K, V, **options)
-    return x | {name: x[name][:, ::n] for name in ("q", "g")}
-
-
 def kind(n: int, **static) -> Kind:
     """Return the operator of n steps a token."""
     return Kind(
         chunk_gated_delta_product, recurrent_gated_delta_product, ragged_gated_delta_product,
-        definitions.gated_delta_product, functools.partial(inputs, n=n), ("g", "beta"),
+        definitions.gated_delta_product, functools.partial(make_product_inputs, n=n), ("g", "beta"),
         dict(num_householder=n) | static,
     )  # fmt: skip
 
@@ -79,7 +73,7 @@ def test_rings(implementation):
 @pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
 def test_naive_function_of_flash_linear_attention(function):
     """Its recurrence restated: a decay, n steps that read what they have written, and one readout."""
-    n, x = 2, inputs(1, 20, 2, 2, 8, 12, num_states=1)
+    n, x = 2, make_product_inputs(1, 20, 2, 2, 8, 12, num_states=1)
     q, k, v, g, beta = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "g", "beta"))
     h, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
     for i in range(len(q)):
@@ -96,10 +90,8 @@ def test_naive_function_of_flash_linear_attention(function):
 def test_raw_gates(form):
     """Raw gates and step sizes are the decays and step sizes that the laws make; padding gives no gradient."""
     (fixed, states), n = FORMS[form], 2
-    x = inputs(1, 44, 1, 2, 8, 8, n=n, num_states=states, normalise=True)
+    x = make_product_inputs(1, 44, 1, 2, 8, 8, n=n, num_states=states, normalise=True)
     raw = dict(A_log=jnp.array([0.5, -1.0]), dt_bias=jnp.array([-1.0, 0.5]))
-    valid = np.asarray(fixed["segment_ids"] >= 0) if "segment_ids" in fixed else np.arange(44)[None] < 38
-    valid = valid if fixed else np.ones((1, 44), bool)
     call = functools.partial(chunk_gated_delta_product, num_householder=n, chunk_size=16, **fixed)
 
     def inside(x, raw):
@@ -111,13 +103,13 @@ def test_raw_gates(form):
         return call(**x | dict(g=g, beta=2 * jax.nn.sigmoid(x["beta"])))[0]
 
     loss = lambda run: jax.jit(jax.grad(lambda x, raw: jnp.sum(jnp.sin(run(x, raw))), argnums=(0, 1)))
-    found, want = loss(inside)(poisoned(x, valid), raw), loss(outside)(x, raw)
+    found, want = loss(inside)(poison_padding(x, **fixed), raw), loss(outside)(x, raw)
     jax.tree.map(lambda y, z: assert_close("gradient", y, z, 1e-5), found, want)
 
 
 def test_no_gate():
     """DeltaProduct is gates of zeros."""
-    x = inputs(1, 20, 1, 2, 8, 8)
+    x = make_product_inputs(1, 20, 1, 2, 8, 8)
     o = chunk_gated_delta_product(**x | dict(g=None), num_householder=2)[0]
     want = chunk_gated_delta_product(**x | dict(g=jnp.zeros_like(x["g"])), num_householder=2)[0]
     np.testing.assert_array_equal(o, want)

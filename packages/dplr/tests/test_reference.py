@@ -12,9 +12,9 @@ from chunkwise.dplr import (
     recurrent_dplr_delta_rule,
     recurrent_rwkv7,
 )
+from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import make_gate
-from tests import definitions
+from chunkwise.shared.testing.inputs import make_dplr_inputs
 from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
 
 THOROUGH = dict(
@@ -30,25 +30,9 @@ QUICK = (
 CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
 
 
-def inputs(B, T, H, HV, K, V, *, dtype=jnp.float32, seed=0, gate="logsigmoid", num_states=0, repeat_key=False):
-    """Return inputs: a of unit length, and b against it with rates up to 2 for a channel, for negative eigenvalues."""
-    rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape)
-    a = normal(B, T, H, K)
-    a = np.broadcast_to(a[:, :1], a.shape) if repeat_key else a
-    a = a / np.linalg.norm(a, axis=-1, keepdims=True)
-    rate = 2 / (1 + np.exp(-normal(B, T, H, K)))
-    x = dict(q=normal(B, T, H, K), k=normal(B, T, H, K) * K**-0.5, v=normal(B, T, HV, V), a=-a, b=rate * a)
-    x = {name: jnp.asarray(y, dtype) for name, y in x.items()}
-    x["gk"] = jnp.asarray(make_gate(gate, rng, (B, T, HV, K)), jnp.float32)
-    if num_states:
-        x["initial_state"] = jnp.asarray(normal(num_states, HV, K, V), jnp.float32)
-    return x
-
-
 KIND = Kind(
-    chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule, definitions.dplr_delta_rule, inputs,
-    ("gk",),
+    chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule, definitions.dplr_delta_rule,
+    make_dplr_inputs, ("gk",),
 )  # fmt: skip
 NAMES = {"q": "r", "gk": "w"}
 
@@ -68,7 +52,9 @@ def test_one_key_for_all_tokens():
 @pytest.mark.parametrize("call", ["chunk", "recurrent"])
 def test_rwkv7(call):
     """It has other names, another order and a scale of 1; a promise about its decays changes nothing."""
-    renamed = lambda *args, **options: {NAMES.get(name, name): y for name, y in inputs(*args, **options).items()}
+    renamed = lambda *args, **options: {
+        NAMES.get(name, name): y for name, y in make_dplr_inputs(*args, **options).items()
+    }
     functions = dict(chunk=chunk_rwkv7, recurrent=recurrent_rwkv7)
     static = dict(min_gate=-0.61) if call == "chunk" else {}
     kind = KIND._replace(**functions, inputs=renamed, gates=("w",), names=NAMES, scale=1.0, static=static)
@@ -88,7 +74,7 @@ def test_rings(implementation):
 @pytest.mark.parametrize("function", [chunk_dplr_delta_rule, recurrent_dplr_delta_rule])
 def test_naive_function_of_flash_linear_attention(function):
     """Its recurrence restated: alpha reads the state before the decay, and beta writes what it has read."""
-    x = inputs(1, 20, 2, 2, 8, 12, gate="resets", num_states=1)
+    x = make_dplr_inputs(1, 20, 2, 2, 8, 12, gate="resets", num_states=1)
     q, k, v, alpha, beta, gk = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "a", "b", "gk"))
     S, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
     for i in range(20):
@@ -102,7 +88,7 @@ def test_naive_function_of_flash_linear_attention(function):
 
 def test_two_types_of_keys():
     """Keys that are written with b and with k may have two types; nothing is promoted in silence."""
-    x = inputs(1, 20, 1, 2, 8, 8)
+    x = make_dplr_inputs(1, 20, 1, 2, 8, 8)
     mixed = x | dict(b=x["b"].astype(jnp.bfloat16))
     with jax.numpy_dtype_promotion("strict"):
         o = chunk_dplr_delta_rule(**mixed)[0]

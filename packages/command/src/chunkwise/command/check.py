@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.pipeline import operators, stages
-from chunkwise.shared.testing import cases, compare, inputs, oracle
+from chunkwise.shared.testing import cases, compare, inputs
 
 # Sizes, and the lengths of a packed batch: with a last chunk that is not full, empty sequences and padding. Sizes are
 # small where compiling or interpreting costs more than running.
@@ -21,6 +21,8 @@ ON_TPU = cases.Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
 ELSEWHERE = cases.Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
 INTERPRETED = cases.Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
 DTYPES = ("float32", "bfloat16")
+# What operators that share inputs and results have in common.
+Source = operators.Recurrence | operators.Composition
 
 
 class Row(NamedTuple):
@@ -112,7 +114,7 @@ class Check(NamedTuple):
 def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> Iterator[Program]:
     """Yield the programs of an operator: the forward alone, and the forward with gradients."""
     case = check.case
-    options = {"chunk_size": case.chunk_size} if operator.chunked else {}
+    options = operator.static | ({"chunk_size": case.chunk_size} if operator.chunked else {})
 
     def run(x, cu_seqlens):
         o, state = operator.function(
@@ -121,7 +123,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         )  # fmt: skip
         return {"o": o, "final_state": state} if check.states else {"o": o}
 
-    x = _inputs(operator.delta, operator.gates, operator.erase, case, check.states)
+    x = _inputs(operator.source, case, check.states)
     operands = inputs.poison_padding(x, case.cu_seqlens), case.cu_seqlens
     cotangents = _cotangents(x, case)
     programs: list[tuple[str, Callable, tuple]] = [
@@ -132,7 +134,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         programs.insert(0, ("", run, operands))
     for suffix, fn, args in programs:
         label = operator.name, check.implementation, case.dtype, check.label + suffix
-        exact = functools.partial(_exact, operator.delta, operator.gates, operator.erase, case, check.states)
+        exact = functools.partial(_exact, operator.source, case, check.states)
         expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
         limit = functools.partial(compare.tolerance, dtype=case.dtype)
         yield Program(label, _compile(pool, fn, args), args, expected, limit)
@@ -165,11 +167,11 @@ def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[s
 
 
 @functools.cache
-def _inputs(delta: bool, gates: str, erase: str | None, case: cases.Case, states: bool) -> dict[str, jax.Array]:
+def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, jax.Array]:
     """Return the inputs of an operator, the same arrays for all operators that take the same arguments."""
     N = case.B if case.lengths is None else len(case.lengths)
-    return operators.inputs_of(
-        delta, gates, erase, case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype),
+    return source.inputs(
+        case.B, case.T, case.H, case.HV, case.K, case.V, dtype=jnp.dtype(case.dtype),
         gate=case.gate, num_states=N if states else 0,
     )  # fmt: skip
 
@@ -177,21 +179,25 @@ def _inputs(delta: bool, gates: str, erase: str | None, case: cases.Case, states
 def _cotangents(x: dict[str, jax.Array], case: cases.Case) -> dict[str, jax.Array]:
     """Return cotangents of the results for inputs x, seeded."""
     rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal(x["v"].shape), case.dtype)
+    do = jnp.asarray(rng.standard_normal((case.B, case.T, case.HV, case.V)), case.dtype)
     if "initial_state" not in x:
         return {"o": do}
     return {"o": do, "final_state": jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32)}
 
 
 @functools.cache
-def _exact(delta: bool, gates: str, erase: str | None, case: cases.Case, states: bool) -> dict[str, np.ndarray]:
+def _exact(source: Source, case: cases.Case, states: bool) -> dict[str, np.ndarray]:
     """Return the results of an operator and all gradients in float64."""
-    x = _inputs(delta, gates, erase, case, states)
+    x = _inputs(source, case, states)
     cotangents = _cotangents(x, case)
     do, dht = cotangents["o"], cotangents.get("final_state")
-    o, state, *rest = oracle.reference(**x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
+    o, state, *rest = source.reference(x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
     (gradients,) = rest
-    return {"o": o} | ({"final_state": state} if states else {}) | {f"d{name}": dx for name, dx in gradients.items()}
+    return (
+        {"o": o}
+        | ({"final_state": state} if states else {})
+        | {f"d{name}": dx for name, dx in gradients.items() if name in x}
+    )
 
 
 def _cases(base: cases.Case, lengths: tuple[int, ...], quick: bool) -> Iterator[tuple[str, cases.Case]]:
@@ -213,7 +219,7 @@ def plan(interpret: bool, quick: bool = False) -> list[Check]:
     on_tpu = jax.default_backend() == "tpu"
     compiled = ON_TPU if on_tpu else ELSEWHERE
     checks = []
-    for kernel in (*stages.STAGES, *stages.PARTS, *operators.OPERATORS.values()):
+    for kernel in (*stages.STAGES, *stages.PARTS, *(operators.OPERATORS | operators.COMPOSED).values()):
         for implementation in kernel.implementations:
             if not (implementation == "xla" or on_tpu or interpret):
                 continue

@@ -163,7 +163,8 @@ def program(case, implementation: str, T: int, backward: bool, cu_seqlens, shard
     shapes = case.specs(T, jnp.bfloat16)
     # Weights keep their shapes.
     flat = {
-        n: jax.ShapeDtypeStruct((1, T, x.size // T), x.dtype) if x.shape[:2] == (1, T) else x for n, x in shapes.items()
+        n: jax.ShapeDtypeStruct((1, T, x.size // T), x.dtype) if x.ndim > 2 and x.shape[1] % T == 0 else x
+        for n, x in shapes.items()
     }
 
     def run(flat, cu_seqlens):

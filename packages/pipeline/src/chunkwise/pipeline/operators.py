@@ -1,22 +1,57 @@
 """The one table of the operators. A new operator is a package, and a line here."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from chunkwise.delta_product import chunk_gated_delta_product, recurrent_gated_delta_product
+from chunkwise.dplr import chunk_dplr_delta_rule, recurrent_dplr_delta_rule
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn.cost import cost as gdn_cost
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.cost import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
-from chunkwise.shared.testing import inputs
+from chunkwise.shared.testing import definitions, inputs, oracle
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
 from chunkwise.two_keys import cost as two_keys_cost
+
+
+class Recurrence(NamedTuple):
+    """What an operator of `OPERATORS` is made of, as in its `Entry`: its inputs, and its recurrence in float64."""
+
+    delta: bool
+    gates: str
+    erase: str | None
+
+    def inputs(self, *sizes: int, **options) -> dict[str, jax.Array]:
+        """Return seeded inputs of B, T, H, HV, K, V by name."""
+        return inputs_of(*self, *sizes, **options)
+
+    def reference(self, x: dict, **options) -> tuple:
+        """Return o, the final states, and with cotangents the gradients, in float64."""
+        return oracle.reference(**x, **options)
+
+
+class Composition(NamedTuple):
+    """The same of an operator that runs another one: its definition, the maker of its inputs, static arguments."""
+
+    definition: definitions.Step
+    make: Callable[..., dict[str, jax.Array]]
+    static: tuple[tuple[str, Any], ...] = ()
+
+    def inputs(self, *sizes: int, **options) -> dict[str, jax.Array]:
+        """Return seeded inputs of B, T, H, HV, K, V by name."""
+        return self.make(*sizes, **options)
+
+    def reference(self, x: dict, **options) -> tuple:
+        """Return o, the final states, and with cotangents the gradients, in float64."""
+        return definitions.reference(self.definition, x, **options)
 
 
 @dataclass(frozen=True)
@@ -31,6 +66,7 @@ class Entry:
       cost: its package's `cost`, a function of the sizes; None for the recurrent forms.
       erase: "gate" for a delta rule with erase and write gates b and w, "key" for a delta rule with erase keys p, and
         None otherwise.
+      composition: its definition, if it runs another operator over other tokens; None otherwise.
     """
 
     function: Callable
@@ -39,6 +75,17 @@ class Entry:
     implementations: tuple[str, ...]
     cost: Callable[..., pl.CostEstimate] | None = None
     erase: str | None = None
+    composition: Composition | None = None
+
+    @property
+    def source(self) -> Recurrence | Composition:
+        """Return its inputs and its definition in float64, the same for operators that share them."""
+        return self.composition or Recurrence(self.delta, self.gates, self.erase)
+
+    @property
+    def static(self) -> Mapping[str, Any]:
+        """Return the static arguments that its inputs go with."""
+        return {} if self.composition is None else dict(self.composition.static)
 
     @property
     def name(self) -> str:
@@ -54,6 +101,11 @@ class Entry:
     def per_channel(self) -> bool:
         """Whether it has a gate for every channel of the key."""
         return self.gates == "channel"
+
+
+def _of_tokens(cost: Callable[..., pl.CostEstimate], n: int) -> Callable[..., pl.CostEstimate]:
+    """Return the cost of an operator that runs an operator of this cost over n tokens for each."""
+    return lambda *, T, **sizes: cost(T=T * n, **sizes)
 
 
 _RECURRENT = ("xla", "fused")
@@ -76,6 +128,20 @@ OPERATORS = {
         Entry(chunk_comba, True, "head", _CHUNK, two_keys_cost.comba_cost, "key"),
     )
 }
+
+_PRODUCT = Composition(definitions.gated_delta_product, inputs.make_product_inputs, (("num_householder", 2),))
+_DPLR = Composition(definitions.dplr_delta_rule, inputs.make_dplr_inputs)
+
+COMPOSED = {
+    operator.name: operator
+    for operator in (
+        Entry(recurrent_gated_delta_product, True, "head", _RECURRENT, composition=_PRODUCT),
+        Entry(recurrent_dplr_delta_rule, True, "channel", _RECURRENT, composition=_DPLR),
+        Entry(chunk_gated_delta_product, True, "head", _CHUNK, _of_tokens(gdn_cost, 2), composition=_PRODUCT),
+        Entry(chunk_dplr_delta_rule, True, "channel", _CHUNK, _of_tokens(kda_cost, 2), composition=_DPLR),
+    )
+}
+"""The operators that run one of `OPERATORS` over other tokens: `chunkwise check` and the benchmarks read them."""
 
 CHUNKED = tuple(operator for operator in OPERATORS.values() if operator.chunked)
 RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.chunked)

@@ -17,7 +17,7 @@ GATE_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 # The error of one stage on the oracle's arguments; its results are float32 whatever the inputs are.
 STAGE_TOLERANCE = 1e-6
 
-_GATE_LIKE = ("g", "g_gamma", "beta", "b", "w")
+_GATE_LIKE = ("g", "gk", "g_gamma", "beta", "b", "w")
 
 
 def tolerance(name: str, dtype: str) -> float:

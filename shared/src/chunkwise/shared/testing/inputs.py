@@ -77,19 +77,40 @@ def make_inputs(
     return inputs
 
 
+def make_product_inputs(B=1, T=64, H=1, HV=None, K=64, V=64, *, n=2, **options) -> dict[str, jax.Array]:
+    """Return inputs of Gated DeltaProduct: those of `make_inputs`, with n keys, values and step sizes a token."""
+    x = make_inputs(B, T * n, H, HV, K, V, **options)
+    return x | {name: x[name][:, ::n] for name in ("q", "g")}
+
+
+def make_dplr_inputs(
+    B=1, T=64, H=1, HV=None, K=64, V=64, *, dtype=jnp.float32, seed=0, gate="logsigmoid", num_states=0, repeat_key=False
+) -> dict[str, jax.Array]:
+    """Return inputs of `chunk_dplr_delta_rule`: a has unit length, and b is against it, by rates up to 2 a channel."""
+    x = make_inputs(
+        B, T, H, HV, K, V, dtype=dtype, seed=seed, gate=gate, per_channel=True, num_states=num_states,
+        repeat_key=repeat_key,
+    )  # fmt: skip
+    rng = np.random.default_rng(seed + 1)
+    a, rate = np.asarray(x["k"], np.float64), 2 / (1 + np.exp(-rng.standard_normal(x["k"].shape)))
+    written = rng.standard_normal(a.shape) * K**-0.5
+    more = {name: jnp.asarray(y, dtype) for name, y in dict(k=written, a=-a, b=rate * a).items()}
+    return {name: y for name, y in x.items() if name not in ("g", "beta")} | more | dict(gk=x["g"])
+
+
 def poison_padding(
     inputs: dict[str, jax.Array],
     cu_seqlens: jax.Array | None = None,
     segment_ids: np.ndarray | jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Return the inputs of an operator with NaN in the padding of a packed batch or of segments."""
-    if segment_ids is not None:
-        padding = np.asarray(segment_ids) < 0
-    elif cu_seqlens is not None:
-        padding = np.s_[:, int(cu_seqlens[-1]) :]
-    else:
+    if segment_ids is None and cu_seqlens is None:
         return inputs
-    return {name: x if name in _NOT_TOKENS else x.at[padding].set(jnp.nan) for name, x in inputs.items()}
+    T = min(x.shape[1] for name, x in inputs.items() if name not in _NOT_TOKENS)
+    padding = np.arange(T)[None] >= int(cu_seqlens[-1]) if segment_ids is None else np.asarray(segment_ids) < 0
+    # An array may have several entries for a token.
+    poison = lambda x: x.at[np.repeat(padding, x.shape[1] // T, axis=1)].set(jnp.nan)
+    return {name: x if name in _NOT_TOKENS else poison(x) for name, x in inputs.items()}
 
 
 def spec(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
