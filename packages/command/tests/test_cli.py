@@ -9,11 +9,12 @@ import jax
 import pytest
 
 from chunkwise.command import check, cli
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.operators import COMPOSED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 
 # The other tests here run checks of fewer cases.
 THOROUGH = dict(test_check_prints_ascii_text_in_a_pipe=True)
+EVERY = (*OPERATORS.values(), *COMPOSED.values())
 CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
 
@@ -29,6 +30,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(check.stages, "STAGES", stages)
         monkeypatch.setattr(check.stages, "PARTS", ())
         monkeypatch.setattr(check.operators, "OPERATORS", {operator.name: operator for operator in operators})
+        monkeypatch.setattr(check.operators, "COMPOSED", {})
 
     return choose
 
@@ -57,7 +59,7 @@ def test_check_interprets_kernels(capsys):
 def test_check_covers_packs_without_states():
     """As in training, where chunks go across sequences; what padding holds does not matter."""
     planned = [x for x in check.plan(interpret=True) if not x.states]
-    assert len(planned) == len(CHUNKED) * 3 * len(check.DTYPES)
+    assert len(planned) == sum(x.chunked for x in EVERY) * 3 * len(check.DTYPES)
     one = next(x for x in planned if (x.kernel, x.implementation) == (OPERATORS["chunk_gla"], "xla"))
     with ThreadPoolExecutor(1) as pool:
         (row,) = (program.measure() for program in one.start(pool))
@@ -112,7 +114,7 @@ def test_the_quickest_come_first():
     plain = [x.implementation == "xla" for x in planned]
     assert plain == sorted(plain, reverse=True)
     assert planned[0].kernel in STAGES
-    assert planned[plain.index(False) - 1].kernel in CHUNKED
+    assert planned[plain.index(False) - 1].kernel.chunked
 
 
 def test_the_reference_needs_no_backend(kernels, monkeypatch):
@@ -152,7 +154,7 @@ def test_plan(backend, interpret, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: backend)
     planned = check.plan(interpret)
     kernels = backend == "tpu" or interpret
-    assert {x.kernel.name for x in planned} == {x.name for x in (*STAGES, *PARTS, *OPERATORS.values())}
+    assert {x.kernel.name for x in planned} == {x.name for x in (*STAGES, *PARTS, *EVERY)}
     assert {x.implementation for x in planned} == ({"xla", "pallas", "staged", "fused"} if kernels else {"xla"})
     sizes = {x.case.T for x in planned if x.implementation != "xla"}
     assert sizes == ({200} if backend == "tpu" else {20} if interpret else set())

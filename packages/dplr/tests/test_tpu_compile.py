@@ -1,0 +1,30 @@
+"""The kernels compile for every TPU generation at the shapes of the composition."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise.dplr import chunk_dplr_delta_rule
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing.inputs import spec
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
+
+pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_forward_and_backward_compile(chip):
+    key = spec(1, 96, 2, 64, dtype=jnp.bfloat16)
+    x = dict(q=key, k=key, v=key, a=key, b=key, gk=spec(1, 96, 2, 64))
+
+    def run(x, cu_seqlens):
+        def loss(x):
+            o, state = chunk_dplr_delta_rule(
+                **x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused", min_gate=-0.61
+            )
+            return o.astype(jnp.float32).sum() + state.sum(), o
+
+        return jax.grad(loss, has_aux=True)(x)
+
+    text = compile_for(run, x, spec(4, dtype=jnp.int32), chip=chip).as_text()
+    assert all(f"chunk_dplr_delta_rule_{part}_c64" in text for part in ("fwd", "bwd"))
