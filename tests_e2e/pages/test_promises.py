@@ -63,6 +63,13 @@ def test_a_promise_has_tests():
             assert name in defined_in(path), f"{row['sentence']!r} names {path}::{name}"
 
 
+def test_a_mutant_has_a_test():
+    """docs/data/mutants.csv names mistakes, and for each the test that fails."""
+    for row in csv.DictReader((ROOT / "docs/data/mutants.csv").read_text().splitlines()):
+        path, _, name = row["the first test that fails"].partition("::")
+        assert name in defined_in(path), row
+
+
 def test_every_page_has_a_promise():
     """A new page adds to the list, or says here why it has none."""
     have = {row["where"] for row in ROWS}
