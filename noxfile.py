@@ -20,7 +20,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from release import archives, locks, packages, pythons  # noqa: E402
+from release import archives, hosts, locks, packages, pythons  # noqa: E402
 from release import metadata as common  # noqa: E402
 
 PACKAGES = packages.FOLDERS
@@ -36,26 +36,6 @@ SAMPLE = (PACKAGES["kkt"], *KDA)
 # The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.
 PYTHONS = pythons.find(ABOUT.pythons)
 OLDEST, *_, LATEST = [*PYTHONS.values()] * 2 or [None, None]
-
-# The hosts of packages/integrations: what a session installs, in a host's own pins, and what it installs alone because
-# a host brings far more than is called here, such as torch for another accelerator. A host with an extra of
-# packages/integrations comes by it, as users get it.
-EXTRA = f"{PACKAGES['integrations']}[{{}}]"
-HOSTS = {
-    "sglang-jax": ((EXTRA.format("sglang-jax"), "sglang-jax==0.1.0rc0"), ()),
-    "maxtext": ((EXTRA.format("maxtext"), "maxtext==0.2.5"), ()),
-    "levanter": ((EXTRA.format("levanter"), "jax[tpu]==0.11.2"), ()),
-    "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
-    "keras-hub": ((EXTRA.format("keras-hub"), "keras-hub==0.32.0"), ()),
-    "lm-eval": (("lm-eval==0.4.13", "tokenizers", "jax", "safetensors", "rich"), ()),
-    "qwix": ((EXTRA.format("nnx"), "qwix==0.1.8"), ()),
-    # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
-    "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),
-    "flash-linear-attention": (("torch==2.13.0", "jax", "einops"), ("fla-core==0.6.0",)),
-    "mamba": (("torch==2.13.0", "jax", "einops"), ()),
-    "deltanet-tpu": (("deltanet-tpu==0.3.0", "pip"), ()),
-    "jax-linear-attention": (("jax-linear-attention==0.1.0", "pip", "setuptools", "wheel"), ()),
-}
 
 # The files of the forge by their schema.
 FORGE = {
@@ -321,7 +301,7 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
     nox.session(host, name=f"host-{name}", python=python, default=False)
 
 
-for host, requirements in HOSTS.items():
+for host, requirements in hosts.HOSTS.items():
     add_host_session(host, *requirements)
 
 

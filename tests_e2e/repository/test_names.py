@@ -1,10 +1,12 @@
-"""One class name means one thing in all that is shipped; each package may have its `Config`."""
+"""One class name means one thing in all that is shipped, but each package may have its `Config`; files are short."""
 
 import ast
 import collections
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("benchmarks", "docs", "examples", "packages", "release", "shared", "tests", "tests_e2e")
+MOST_LINES = 450
 
 
 def classes() -> dict[str, list[str]]:
@@ -20,3 +22,10 @@ def classes() -> dict[str, list[str]]:
 def test_one_class_name_means_one_thing():
     repeated = {name: places for name, places in classes().items() if len(places) > 1 and name != "Config"}
     assert not repeated, repeated
+
+
+def test_files_are_short():
+    """Whoever opens a file reads it."""
+    files = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")] + [*ROOT.glob("*.py")]
+    long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long, long
