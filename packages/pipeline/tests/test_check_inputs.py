@@ -11,7 +11,7 @@ from jax.experimental import checkify
 
 from chunkwise.pipeline import check_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
-from chunkwise.shared.testing.inputs import make_inputs, poison_padding
+from chunkwise.shared.testing.inputs import make_dplr_inputs, make_inputs, make_product_inputs, poison_padding
 
 B, T, H, HV, K = 2, 6, 1, 2, 4
 X = make_inputs(B, T, H, HV, K, K, num_states=B)
@@ -210,3 +210,33 @@ def test_erase_gates_and_keys():
         ):
             check_inputs(**x | options, allow_neg_eigval=True)
     check_inputs(**x | dict(g=jnp.zeros_like(x["g"])), allow_neg_eigval=True)
+
+
+PRODUCT = make_product_inputs(B, T, H, HV, K, K) | dict(num_householder=2)
+DPLR = make_dplr_inputs(B, T, H, HV, K, K)
+WRONG_COMPOSED = {
+    "`k` must be finite; got nan at [1, 11, 0, 3].": PRODUCT | dict(k=PRODUCT["k"].at[1, 11, 0, 3].set(jnp.nan)),
+    "`beta` must be from 0 to 1, or to 2 with `allow_neg_eigval`; got 1.5 at [0, 7, 1].": PRODUCT
+    | dict(beta=PRODUCT["beta"].at[0, 7, 1].set(1.5)),
+    "`g` must have shape [B, T, HV] = (2, 6, 2); got (2, 12, 2).": PRODUCT | dict(g=jnp.zeros((B, 2 * T, HV))),
+    "`a` must be finite; got inf at [0, 1, 0, 2].": DPLR | dict(a=DPLR["a"].at[0, 1, 0, 2].set(jnp.inf)),
+    "`gk` must be at most 0, the log of a decay; got 0.5 at [1, 3, 0, 0].": DPLR
+    | dict(gk=DPLR["gk"].at[1, 3, 0, 0].set(0.5)),
+    "`b` must have a . b of at least -1 - max e^gk, or states grow; got -4 at [0, 2, 0].": DPLR
+    | dict(a=DPLR["a"].at[0, 2].set(-1.0), b=DPLR["b"].at[0, 2].set(1.0)),
+    "`b` must have shape [B, T, H, K] = (2, 6, 1, 4); got (2, 6, 2, 4).": DPLR | dict(b=jnp.zeros((B, T, HV, K))),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_COMPOSED)
+def test_operators_by_composition(message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_inputs(**WRONG_COMPOSED[message])
+
+
+@pytest.mark.parametrize("x", [PRODUCT, DPLR], ids=["product", "dplr"])
+def test_padding_of_operators_by_composition_may_hold_anything(x):
+    arrays = {name: y[:1] for name, y in x.items() if hasattr(y, "shape")}
+    more = {name: y for name, y in x.items() if name not in arrays}
+    boundaries = jnp.array([0, 2, 5], jnp.int32)
+    check_inputs(**poison_padding(arrays, boundaries), **more, cu_seqlens=boundaries, allow_padding=True)

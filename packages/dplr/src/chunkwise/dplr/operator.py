@@ -19,7 +19,7 @@ OPERATOR = define_rule(
     "dplr_delta_rule", lambda x, options: check_bound(options), optional=("beta",), erase_before_decay=True
 )
 # The tensors of a call, and what RWKV-7 calls them.
-_TENSORS = {"q": "r", "k": "k", "v": "v", "a": "a", "b": "b", "gk": "w"}
+TENSORS = {"q": "r", "k": "k", "v": "v", "a": "a", "b": "b", "gk": "w"}
 
 
 def chunk(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
@@ -38,7 +38,7 @@ def ragged(named: dict[str, Any]) -> tuple[jax.Array, Any]:
 
 
 def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    names = {name: name if "gk" in named else theirs for name, theirs in _TENSORS.items()}
+    names = {name: name if "gk" in named else theirs for name, theirs in TENSORS.items()}
     q, k, v, a, b, gk = tensors = [named[name] for name in names.values()]
     others = {name: y for name, y in named.items() if name not in names.values()}
     x, options, implementation = signature.to_records(others | dict(q=q, k=k, v=v, g=gk))
@@ -57,8 +57,8 @@ def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]
 
 
 def check(names: dict[str, str], tensors: list[Any], cu_seqlens: Any) -> None:
-    """Check the tensors, in the order of `_TENSORS`, by the names that the user knows."""
-    x = dict(zip(_TENSORS, tensors, strict=True))
+    """Check the tensors, in the order of `TENSORS`, by the names that the user knows."""
+    x = dict(zip(TENSORS, tensors, strict=True))
     B, T, H, K = checks.check_array(names["q"], x["q"], "B T H K")
     for name in ("k", "a", "b"):
         checks.check_array(names[name], x[name], "B T H K", (B, T, H, K))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from chunkwise.delta_product import operator as delta_product
+from chunkwise.dplr import operator as dplr
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
@@ -37,6 +39,9 @@ def check_inputs(
     p: jax.Array | None = None,
     b: jax.Array | None = None,
     w: jax.Array | None = None,
+    a: jax.Array | None = None,
+    gk: jax.Array | None = None,
+    num_householder: int | None = None,
     initial_state: jax.Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool | str = False,
@@ -55,7 +60,8 @@ def check_inputs(
     """Check the values of a training batch, beyond its shapes and types.
 
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
-    w GDN-2, and g [B, T, HV, K] gates per channel. This function finds:
+    w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, and g
+    [B, T, HV, K] gates per channel. This function finds:
 
     - numbers that are not finite, except gates of -inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
@@ -74,7 +80,7 @@ def check_inputs(
         error.throw()
 
     Args:
-      q, k, v, g, beta, g_gamma, p, b, w, initial_state: as in the operator.
+      q, k, v, g, beta, g_gamma, p, b, w, a, gk, num_householder, initial_state: as in the operator.
       use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as in the
         operator.
       use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
@@ -90,15 +96,29 @@ def check_inputs(
     Cost: one read of every array. Outside of jit it waits for the result.
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
-    x, options, _ = signature.to_records(locals() | dict(allow_neg_eigval=doubled))
-    x = _check_types(x, options)
+    named = locals() | dict(allow_neg_eigval=doubled)
+    if gk is not None:
+        # The record has the keys a and b apart, as p and w, and the name of the gates differs.
+        named |= dict(g=gk, p=a, w=b, b=None)
+    x, options, _ = signature.to_records(named)
+    x = _check_types(x, options, gk is not None, num_householder)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    faults.check_values(x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding))
+    faults.check_values(
+        x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding, gk is not None)
+    )
 
 
-def _check_types(x: Arguments, options: arguments.Options) -> Arguments:
-    """Check the shapes and types that the operator with these arguments checks; return its arguments."""
-    if x.b is not None or x.w is not None or x.p is not None:
+def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps: int | None) -> Arguments:
+    """Check the shapes and types that the operator with these arguments checks; return its arguments.
+
+    `low_rank` says that there are the keys of a transition of low rank, and `steps` how many steps a token takes.
+    """
+    view = x
+    if low_rank:
+        dplr.check({name: name for name in dplr.TENSORS}, [x.q, x.k, x.v, x.p, x.w, x.g], x.cu_seqlens)
+    elif steps is not None:
+        view = delta_product.check(x, options, steps)
+    elif x.b is not None or x.w is not None or x.p is not None:
         (two_keys.COMBA if x.p is not None else two_keys.GDN2).check(x, options)
     elif x.beta is None:
         raw = options.activation.use_gate_in_kernel or options.activation.use_beta_sigmoid_in_kernel
@@ -108,33 +128,38 @@ def _check_types(x: Arguments, options: arguments.Options) -> Arguments:
         per_channel = getattr(x.g, "ndim", 3) == 4
         (kda if per_channel else gdn).OPERATOR.check(x, options)
     checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
-    return arguments.check_shared(x, options)
+    return arguments.check_shared(view, options)._replace(k=x.k, v=x.v)
 
 
 def _find_faults(
-    x: Arguments, options: arguments.Options, allow_neg_eigval: bool, allow_padding: bool
+    x: Arguments, options: arguments.Options, allow_neg_eigval: bool, allow_padding: bool, low_rank: bool
 ) -> Iterator[faults.Fault]:
-    """Yield the faults that the values of a batch may have."""
-    T, raw = x.q.shape[1], options.activation
+    """Yield the faults that the values of a batch may have; `low_rank` as in `_check_types`."""
+    T, raw, names = x.q.shape[1], options.activation, dict(g="gk", p="a", w="b") if low_rank else {}
     if x.cu_seqlens is not None:
         yield from _boundaries(x.cu_seqlens, T, allow_padding)
     if x.segment_ids is not None:
         yield _padding(x.segment_ids)
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, T)
-    # Padding may hold anything.
-    inside = lambda wrong: chunking.select_tokens(valid, wrong, False)
+    # Padding may hold anything. An array may have several entries for a token.
+    of = lambda y: valid if valid is None or y.shape[1] == T else jnp.repeat(valid, y.shape[1] // T, axis=1)
+    inside = lambda wrong: chunking.select_tokens(of(wrong), wrong, False)
     everywhere = lambda wrong: wrong
     tokens = ("q", "k", "v", "beta", "p", "b", "w", *(("g",) if raw.use_gate_in_kernel else ()))
     for name in (*tokens, "initial_state", "A_log", "dt_bias"):
         y = getattr(x, name)
         if y is not None:
             where = inside if name in tokens else everywhere
-            yield faults.fault(where(~jnp.isfinite(y)), y, f"`{name}` must be finite")
+            yield faults.fault(where(~jnp.isfinite(y)), y, f"`{names.get(name, name)}` must be finite")
     if x.g is not None and not raw.use_gate_in_kernel:
-        yield from _gates("g", x.g, inside)
+        gate = names.get("g", "g")
+        yield from _gates(gate, x.g, inside)
         if options.min_gate is not None:
-            yield from _bound(x.g, options.min_gate, inside)
-        yield _sums(x, valid)
+            yield from _bound(gate, x.g, options.min_gate, inside)
+        yield _sums(gate, x, valid)
+    if low_rank:
+        yield _transition(x, inside)
+        return
     if x.g_gamma is not None:
         yield from _gates("g_gamma", x.g_gamma, everywhere)
     for name, flag in (("beta", "beta"), ("b", "erase"), ("w", "write")):
@@ -147,7 +172,7 @@ def _find_faults(
     else:
         beta, name, apart = x.beta, "beta", raw.use_beta_sigmoid_in_kernel
     if apart:
-        beta = gates.step_sizes(beta, raw.allow_neg_eigval, valid)
+        beta = gates.step_sizes(beta, raw.allow_neg_eigval, of(beta))
     else:
         most = 2 if allow_neg_eigval else 1
         rule = f"`{name}` must be from 0 to {most}" + ("" if allow_neg_eigval else ", or to 2 with `allow_neg_eigval`")
@@ -188,18 +213,18 @@ def _gates(name: str, g: jax.Array, where: Where) -> Iterator[faults.Fault]:
     yield faults.fault(where(~(g <= 0)), g, rule)
 
 
-def _bound(g: jax.Array, least: float, where: Where) -> Iterator[faults.Fault]:
+def _bound(name: str, g: jax.Array, least: float, where: Where) -> Iterator[faults.Fault]:
     """Yield the faults of gates below a bound: first if logs to base 2 would obey it, then all others."""
     rounded = 1 + float(jnp.finfo(g.dtype).eps)
     below, base_2 = g < least * rounded, least * tiles.LOG2_E
     only = ~jnp.any(where(g < base_2 * rounded * (1 + _CONSTANT)))
-    rule = f"`g` must be at least `min_gate` = {least:g} nats"
+    rule = f"`{name}` must be at least `min_gate` = {least:g} nats"
     more = f", and all entries are at least {base_2:g}, as logs to base 2 are: multiply these by ln 2"
     yield faults.fault(where(below) & only, g, rule, more)
     yield faults.fault(where(below), g, rule)
 
 
-def _sums(x: Arguments, valid: jax.Array | None) -> faults.Fault:
+def _sums(name: str, x: Arguments, valid: jax.Array | None) -> faults.Fault:
     """Return the fault of gates that fall from token to token in every sequence, as sums over tokens or chunks do."""
     g: Any = x.g
     T, tokens = g.shape[1], jnp.arange(g.shape[1], dtype=jnp.int32)[None]
@@ -217,8 +242,8 @@ def _sums(x: Arguments, valid: jax.Array | None) -> faults.Fault:
     wrong = (jnp.sum(falls, dtype=jnp.int32) >= _SORTED) & jnp.all(falls == follows)
     return faults.Fault(
         wrong,
-        "`g` must be the log decay of each token alone; got gates that fall from token to token in every sequence, as "
-        "cumulative sums do.",
+        f"`{name}` must be the log decay of each token alone; got gates that fall from token to token in every "
+        "sequence, as cumulative sums do.",
     )
 
 
@@ -241,6 +266,22 @@ def _growth(
     product = beta.astype(jnp.float32) * tiles.repeat_heads(jnp.abs(jnp.sum(k * p, axis=3)), beta.shape[2], axis=2)
     most = (1 + jnp.exp(g)) * (1 + max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING))
     return faults.fault(where(product > most), product, "`k` must have beta |k . p| of at most 1 + e^g, or states grow")
+
+
+def _transition(x: Arguments, where: Where) -> faults.Fault:
+    """Return the fault of keys a and b, in p and w, with which states grow, by an eigenvalue of Diag(e^g) + b a^T.
+
+    Where a is against b, the least eigenvalue is at most max e^g + a . b, and at least -1 if states shall not grow.
+    """
+    product = tiles.repeat_heads(
+        jnp.sum(x.p.astype(jnp.float32) * x.w.astype(jnp.float32), axis=3), x.g.shape[2], axis=2
+    )
+    most = (1 + jnp.max(jnp.exp(x.g.astype(jnp.float32)), axis=3)) * (
+        1 + max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING)
+    )
+    return faults.fault(
+        where(product < -most), product, "`b` must have a . b of at least -1 - max e^gk, or states grow"
+    )
 
 
 def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> faults.Fault:
