@@ -38,6 +38,7 @@ QUICK = {
 THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
+    test_several_chunks_of_a_step=lambda dtype: dtype == "bfloat16",
     test_erase_gates=lambda gradients: gradients,
 )
 
@@ -51,13 +52,20 @@ def test_operator(operator, batch, gradients, dtype, cores):
     assert_operator(operator, *BATCHES[batch], gradients, dtype)
 
 
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])
+def test_several_chunks_of_a_step(dtype, cores):
+    """Two rows of 9 chunks, two in a grid step, of which the last has one; and the inverses that the backward reads."""
+    config = fused_gdn.Config(1, 1, 2)
+    assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config=config)
+
+
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
 def test_erase_gates(gradients):
     """The sample of GDN-2 in every session: the kernels of kda with more operands, over a chunk and its tail."""
     assert_operator("gdn2", {}, (1, 24), True, gradients, "float32")
 
 
-def assert_operator(operator, sequences, sizes, states, gradients, dtype, **more):
+def assert_operator(operator, sequences, sizes, states, gradients, dtype, config=None, **more):
     """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
     entry = operators.OPERATORS[f"chunk_{operator}"]
     normalise = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
@@ -67,7 +75,7 @@ def assert_operator(operator, sequences, sizes, states, gradients, dtype, **more
     )
     run = functools.partial(
         entry.function, **normalise, output_final_state=states, chunk_size=16, implementation="fused",
-        config=CONFIGS[operator],
+        config=config or CONFIGS[operator],
     )  # fmt: skip
 
     def results(x, sequences):

@@ -53,21 +53,23 @@ def test_shapes_with_states(dtype, C, T, H, HV, K, V):
 
 
 @pytest.mark.parametrize(
-    ("H", "HV", "C", "K", "heads", "repeats"),
+    ("H", "HV", "C", "K", "heads", "chunks", "repeats"),
     [
-        (16, 32, 64, 128, 32, 1),
-        (1, 64, 64, 128, 32, 2),
-        (2, 96, 64, 128, 24, 2),
-        (1, 12, 128, 256, 6, 2),
-        (7, 7, 16, 128, 7, 1),
+        (16, 32, 64, 128, 32, 1, 1),
+        (1, 64, 64, 128, 32, 1, 2),
+        (2, 96, 64, 128, 24, 1, 2),
+        (1, 12, 128, 256, 6, 1, 2),
+        (7, 7, 16, 128, 7, 4, 1),
+        (2, 4, 64, 128, 4, 8, 1),
+        (2, 4, 64, 256, 4, 3, 1),
     ],
 )
-def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, repeats):
-    """A group of value heads too large for one step is cut, and its key head repeated."""
+def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, chunks, repeats):
+    """A group of value heads too large for one step is cut, and its key head repeated; few heads take chunks."""
     config = tiles.default_for(H, HV, C, K, K)
-    assert config == Config(heads, heads)
+    assert config == Config(heads, heads, chunks)
     assert tiles.key_repeats(H, HV, config) == repeats
-    assert heads * tiles.vmem_bytes_per_head(C, K, K) <= tiles.VMEM_BUDGET < VMEM_LIMIT_BYTES
+    assert chunks * heads * tiles.vmem_bytes_per_head(C, K, K) <= tiles.VMEM_BUDGET < VMEM_LIMIT_BYTES
 
 
 def test_decode_from_a_pool():

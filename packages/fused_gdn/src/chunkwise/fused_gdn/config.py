@@ -18,10 +18,13 @@ class Config:
         another. If a step does not hold whole groups of value heads that share a key head, q and k are repeated in
         memory.
       heads_bwd: the same for the backward, which holds more tiles at once.
+      chunks: the most chunks of a grid step of the forward over whole rows. Few heads leave units idle, and chunks fill
+        them.
     """
 
     heads: int
     heads_bwd: int
+    chunks: int = 1
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
@@ -34,8 +37,9 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
 
     There are blocks of heads for all cores of the device.
     """
-    heads = tuning.pick_heads(HV, H, vmem_bytes_per_head(C, K, V), min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
-    return Config(heads=heads, heads_bwd=heads)
+    size = vmem_bytes_per_head(C, K, V)
+    heads = tuning.pick_heads(HV, H, size, min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
+    return Config(heads=heads, heads_bwd=heads, chunks=max(1, min(8, min(32, VMEM_BUDGET // size) // heads)))
 
 
 def key_repeats(H: int, HV: int, config: Config) -> int:

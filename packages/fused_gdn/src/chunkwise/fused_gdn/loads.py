@@ -16,15 +16,16 @@ def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
     return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
 
 
-def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic) -> Any:
+def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slice(None)) -> Any:
     """Load q, k tiles [key heads, C, K] and g, beta [C, heads] float32 of a chunk; rows that are not valid are zero.
 
+    The chunk has the rows `at` of the blocks.
     The last result is the factor [C, heads] that is in beta already, to make up for the rounding of keys of unit
     length, or None.
     """
-    q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid)
-    k = layout.load_heads(refs.k, s.K, valid=valid)
-    g, beta = tiles.clip_gate(refs.g[...]), refs.beta[...].astype(jnp.float32)
+    q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid, at=at)
+    k = layout.load_heads(refs.k, s.K, valid=valid, at=at)
+    g, beta = tiles.clip_gate(refs.g[at]), refs.beta[at].astype(jnp.float32)
     if valid is not None:
         g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
     if not static.normalise:

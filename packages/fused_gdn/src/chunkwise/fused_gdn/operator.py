@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_map, xla
+from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_chunks, kernel_map, xla
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
@@ -68,11 +68,17 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
 
 
+def launch_forward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Run the forward, by several chunks a grid step where there are few heads."""
+    run = kernel_chunks.launch if kernel_chunks.takes(x, static, outputs) else kernel.launch
+    return run(x, static, outputs)
+
+
 KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
-    kernel.launch,
+    launch_forward,
     kernel_bwd.launch,
     kernel_map.launch,
     residuals=("A_inv",),

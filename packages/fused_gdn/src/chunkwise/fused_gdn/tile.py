@@ -80,6 +80,15 @@ class Heads(NamedTuple):
         firsts = ((self.first + i, self.first_key + i // self.group) for i in range(0, self.heads, n))
         return [part._replace(first=first, first_key=key) for first, key in firsts]
 
+    def over(self, chunks: int) -> "Heads":
+        """Return the heads of some chunks of a grid step, which lie behind one another."""
+        return self._replace(heads=self.heads * chunks)
+
+    def in_chunk(self, index: int, step: "Heads") -> "Heads":
+        """Return the same heads of a chunk, counted through the chunks of a grid step, which has the heads `step`."""
+        first_key = self.first_key + index * (step.heads // step.group)
+        return self._replace(first=self.first + index * step.heads, first_key=first_key)
+
     def wide(self) -> "Heads":
         """Return the same heads with two packs side by side, if their keys fill the 256 rows of a matrix unit."""
         double = self._replace(p=2 * self.p)

@@ -224,6 +224,12 @@ class Blocks:
         """Cut an array with one entry for every row of the batch, [B, HV, ...]; `tail` is (heads of a block, ...)."""
         return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
 
+    def per_chunk(self, *tail: int) -> pl.BlockSpec:
+        """Cut an array with one entry for every chunk, [B, NT, all, ...]; `tail` is (how many a block has, ...)."""
+        return pl.BlockSpec(
+            (None, self.chunks, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
+        )
+
     def per_step(self, *tail: int) -> pl.BlockSpec:
         """Cut an array with one entry for every step, [B, steps, all, ...]; `tail` is (how many a block has, ...)."""
         return pl.BlockSpec(
