@@ -33,6 +33,8 @@ from chunkwise.shared.chips import CHIPS
 
 MODELS = {
     "qwen3-next-80b": "Qwen3-Next: gated delta rule, H = 16, HV = 32",
+    "qwen3-next-80b-tp8": "the same on one of eight devices, H = 2, HV = 4",
+    "qwen3.5-397b-tp8": "Qwen3.5 on one of eight devices, H = 2, HV = 8",
     "kimi-linear-48b": "Kimi-Linear: KDA, H = 32",
     "minimax-text-01": "MiniMax: simple GLA, H = 64",
     "gla": "GLA, H = 16",
