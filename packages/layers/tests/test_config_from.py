@@ -157,8 +157,7 @@ def test_null_is_the_default(name):
         "linear_lower_bound", "mamba_d_ssm", "mamba_norm_before_gate", "linear_num_key_heads", "linear_key_head_dim",
         "head_dim",
     )  # fmt: skip
-    own = {**MODEL, **MODELS[name][0]}
-    for setting in [each for each in own if each not in meaning]:
+    for setting in [each for each in {**MODEL, **MODELS[name][0]} if each not in meaning]:
         without = settings(name)
         without.pop(setting, None)
         try:
