@@ -114,7 +114,7 @@ class Check(NamedTuple):
 def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> Iterator[Program]:
     """Yield the programs of an operator: the forward alone, and the forward with gradients."""
     case = check.case
-    options = operator.static | ({"chunk_size": case.chunk_size} if operator.chunked else {})
+    options = dict(operator.static) | ({"chunk_size": case.chunk_size} if operator.chunked else {})
 
     def run(x, cu_seqlens):
         o, state = operator.function(

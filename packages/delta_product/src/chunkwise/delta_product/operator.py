@@ -46,7 +46,7 @@ def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]
 def check(x: Arguments, options: Options, n: Any) -> Arguments:
     """Check the tensors; return them with the shapes of keys and values of one step, and with zeros for no gate."""
     checks.check(
-        isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1,
+        isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1,
         f"`num_householder` must be a positive number{checks.when_built(n)}; got {checks.shown(n)}.",
     )
     B, T, H, K = checks.check_array("q", x.q, "B T H K")
@@ -60,4 +60,5 @@ def check(x: Arguments, options: Options, n: Any) -> Arguments:
         checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
         x = x._replace(g=compat.varying_zeros((B, T, HV), x.q, x.k, x.v, x.beta))
     checks.check_array("g", x.g, "B T HV", (B, T, HV))
-    return x._replace(k=x.q, v=jax.ShapeDtypeStruct((B, T, HV, V), x.v.dtype))
+    values: Any = jax.ShapeDtypeStruct((B, T, HV, V), x.v.dtype)
+    return x._replace(k=x.q, v=values)

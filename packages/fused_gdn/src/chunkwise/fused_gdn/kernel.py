@@ -153,7 +153,7 @@ def _grid_step(
             ref[part.packs_at] = x
 
 
-def prepare(refs: GdnFwdRefs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
+def prepare(refs: Any, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
     """Return the arrays of some heads of cur that the next grid step needs, each with its Ref in scratch memory."""
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)

@@ -187,6 +187,7 @@ def _pass_chunks(
             S = jnp.where(chunk.step.first == 1, start_state, S)
         start = tile.head_columns(refs.start_prev[here.packs_at], part, part.V)  # [heads, C, V]
         KS, QS = tile.read_state(refs.keys_prev[here.keys_at], refs.queries_prev[here.keys_at], S, part)
+        assert QS is not None
         yield
         v = layout.load_heads(refs.v, part.V, part.values_at, chunk.valid, rows).astype(jnp.float32)
         added = packed.multiply_packed(refs.left[here.packs_at], v - start * KS, part.p, refs.k.dtype)

@@ -273,6 +273,8 @@ def _transition(x: Arguments, where: Where) -> faults.Fault:
 
     Where a is against b, the least eigenvalue is at most max e^g + a . b, and at least -1 if states shall not grow.
     """
+    assert x.p is not None
+    assert x.w is not None
     product = tiles.repeat_heads(
         jnp.sum(x.p.astype(jnp.float32) * x.w.astype(jnp.float32), axis=3), x.g.shape[2], axis=2
     )

@@ -71,7 +71,8 @@ def reference(
         run = functools.partial(_run, step, scale, use_qk_l2norm_in_kernel)
         places = begins, valid, np.asarray([(-1, -1) if end is None else end for end in ends])
         if do is None and dht is None:
-            return *map(np.asarray, run(x, *places)), {}
+            o, states = run(x, *places)
+            return np.asarray(o), np.asarray(states), {}
         do = np.zeros((B, T, HV, V)) if do is None else inside(np.asarray(do, np.float64))
         dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
         (o, states), pull = jax.vjp(lambda x: run(x, *places), x)

@@ -104,10 +104,13 @@ def poison_padding(
     segment_ids: np.ndarray | jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Return the inputs of an operator with NaN in the padding of a packed batch or of segments."""
-    if segment_ids is None and cu_seqlens is None:
-        return inputs
     T = min(x.shape[1] for name, x in inputs.items() if name not in _NOT_TOKENS)
-    padding = np.arange(T)[None] >= int(cu_seqlens[-1]) if segment_ids is None else np.asarray(segment_ids) < 0
+    if segment_ids is not None:
+        padding = np.asarray(segment_ids) < 0
+    elif cu_seqlens is not None:
+        padding = np.arange(T)[None] >= int(cu_seqlens[-1])
+    else:
+        return inputs
     # An array may have several entries for a token.
     poison = lambda x: x.at[np.repeat(padding, x.shape[1] // T, axis=1)].set(jnp.nan)
     return {name: x if name in _NOT_TOKENS else poison(x) for name, x in inputs.items()}
