@@ -1,6 +1,5 @@
 """Decode out of a pool of states, by the kernel and in plain JAX, against the float64 recurrence."""
 
-import functools
 import re
 
 import jax
@@ -36,8 +35,6 @@ each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 THOROUGH = dict(
     test_what_does_not_exist_is_none=lambda dtype: dtype == jnp.bfloat16,
     test_a_pool_keeps_its_type=lambda dtype, implementation: dtype == jnp.float16 or implementation == "xla",
-    # The pipeline runs decodes under these modes too, and serving steps have decodes in plain JAX.
-    test_modes_of_jax=True,
     test_pool=lambda implementation: implementation == "xla",
     test_negative_slots_have_no_gradient=lambda implementation: implementation == "xla",
     test_isolation=lambda implementation: implementation == "xla",
@@ -281,52 +278,6 @@ def test_gradient_passes_the_check_of_shard_map(implementation):
 
     text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
     assert "stablehlo.all_reduce" in text
-
-
-def in_a_mode(implementation):
-    """Return o, the states and all gradients; the scale is of the widest type there is."""
-    x = make_inputs(1, 2, 1, 2, 4, 4, dtype=jnp.bfloat16) | dict(initial_state=pool_of(2)[:, :2, :4, :4])
-    arguments = dict(slots=[1, -1], has_initial_state=[True, True], cu_seqlens=boundaries(1, 1))
-    step = lambda x, scale: run(x, scale=scale, implementation=implementation, **arguments)
-    scale = jnp.asarray(np.float64(0.3))
-    (o, states), pull = jax.vjp(step, x, scale)
-    gradients = pull((jnp.ones_like(o), jnp.ones_like(states)))
-    assert gradients[1].dtype == scale.dtype
-    return o, states, gradients[0]
-
-
-MODES = dict(
-    jax_enable_x64=True, jax_numpy_dtype_promotion="strict", jax_numpy_rank_promotion="raise", jax_debug_nans=True,
-    jax_disable_jit=True,
-)  # fmt: skip
-
-
-# The gradient of "fused" runs the plain form as well, without jit one operation at a time.
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        (name, implementation)
-        for name in MODES
-        for implementation in ("fused", "xla")
-        if (name, implementation) != ("jax_disable_jit", "xla")
-    ],
-)
-def test_modes_of_jax(name, implementation):
-    """In every mode of JAX the results are the same, and so are their types; under x64 a scale may be float64."""
-    before = getattr(jax.config, name)
-    jax.config.update(name, MODES[name])
-    try:
-        got = in_a_mode(implementation)
-    finally:
-        jax.config.update(name, before)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain_mode()), strict=True):
-        assert a.dtype == b.dtype
-        assert_close(name, a, b, TOLERANCE[b.dtype.name])
-
-
-@functools.cache
-def plain_mode():
-    return in_a_mode("xla")
 
 
 x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(2, 1, 1, 2, 8, 8).items()}

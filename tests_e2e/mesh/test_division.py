@@ -22,7 +22,6 @@ QUICK = [
 THOROUGH = dict(
     test_divisions=lambda division, mode: mode == "automatic" or division in ("rows", "heads"),
     test_operators=lambda name, implementation: (name, implementation) not in QUICK,
-    test_packed_batch_over_heads=True,
     test_laws_and_their_gradients=lambda mode: mode == "explicit",
 )
 
@@ -56,12 +55,6 @@ def test_divisions(division, mode):
 def test_operators(name, implementation):
     x = inputs_of(name, B=2, T=4 if name.startswith("recurrent") else 20, gate="spikes")
     assert_divided(name, implementation, make_mesh((2, 2), "explicit"), P("a", None, "b"), "explicit", x)
-
-
-@pytest.mark.parametrize("mode", ["automatic", "explicit"])
-def test_packed_batch_over_heads(mode):
-    x, fixed = inputs_of("chunk_kda", B=1, T=30, states=3), {"cu_seqlens": jnp.array([0, 7, 7, 25], jnp.int32)}
-    assert_divided("chunk_kda", "xla", make_mesh((2,), mode), P(None, None, "a"), mode, x, fixed)
 
 
 def test_segments_over_rows():
