@@ -188,22 +188,6 @@ def figures(
         }
 
 
-def estimate_block(case: Block, implementation: str, chip: str, T: int, backward: bool) -> dict:
-    """Do the same as `estimate` for a whole block, which takes too long to profile and dump, so there are no cycles."""
-    compiler.setup()
-    fn, specs = ours(case, implementation, T, backward, None)
-    start = time.perf_counter()
-    program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=True)
-    text = program.as_text()
-    return {
-        "operations_cycles": operations(text),
-        "kernels": len(launches(text)),
-        "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-        "floor_ms": case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9,
-        "compile_s": time.perf_counter() - start,
-    }
-
-
 def can_run(case, implementation: str, backward: bool) -> bool:
     """Return whether an implementation supports the case."""
     if implementation == "mixed":
