@@ -101,6 +101,8 @@ def _grid_step(
     exact = k.dtype != jnp.bfloat16
     gates = tile.gate_sums(g, beta, s, exact, cur.masks)
     stages, staged, state_reads = s.split(STAGE), [], {}
+    # Nobody needs a state where only the inverses are requested, as by `jax.checkpoint` before a backward.
+    needs_state = any(ref is not None for ref in (refs.o, refs.ht, refs.h, refs.v_new_over_beta))
 
     def prepare_heads(parts: list[tile.Heads]) -> Iterator[None]:
         for part in parts:
@@ -111,7 +113,8 @@ def _grid_step(
         for _ in prepare_heads(stage.split(STAGE // 2)):
             pass
         yield
-        state_reads[stage.first] = read_state(refs, prev, stage)
+        if needs_state:
+            state_reads[stage.first] = read_state(refs, prev, stage)
 
     def read_and_pass(stage: tile.Heads) -> Iterator[None]:
         if stage.first not in state_reads:
@@ -123,7 +126,7 @@ def _grid_step(
     # The matrix unit takes products in the order of the program, and where one waits, all wait. Every product of the
     # inverse waits for the one before. Between two of them, some heads are prepared and others read the state. If A_inv
     # is read instead, a stage does all of its work at once, so that fewer tiles are kept.
-    passing = schedule.software_pipeline(read_and_pass(stage) for stage in stages)
+    passing = schedule.software_pipeline(read_and_pass(stage) for stage in stages if needs_state)
     if refs.A_inv is None:
         A_inv, inverting = None, inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2)
         preparing = schedule.software_pipeline(prepare_and_read(stage) for stage in stages)
