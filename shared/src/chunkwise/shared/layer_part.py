@@ -4,7 +4,7 @@ The parts are the short convolution and the gated norm.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -42,7 +42,8 @@ class LayerPart(Generic[Options]):
     """A part of a layer, as its package defines it.
 
     Attributes:
-      layout: which dimensions of its arguments are split alike over a mesh.
+      layout: which dimensions of its arrays are split alike over a mesh; it names all of them.
+      options: the record of its static arguments.
       check: raises ValueError where arguments or options are wrong. Returns the arguments as `run` takes them, which
         may be None, and the options with the name of an implementation.
       run: from arguments by name, without those that are None, and options to the output and the states, or None.
@@ -51,14 +52,21 @@ class LayerPart(Generic[Options]):
     """
 
     layout: partition.Layout
+    options: type[Options]
     check: Callable[[Arrays, Options], tuple[Arrays, Options]]
     run: Callable[[Arrays, Options], Results]
     check_places: Callable[[Arrays, Places], None] | None = None
     on_device: Callable[[Arrays, Options, Places], Results] | None = None
 
-    def __call__(self, arrays: Arrays, options: Options) -> Results:
-        """Run the part where its arguments lie: on one device, or on all devices of a mesh."""
-        arrays, options = self.check(arrays, options)
+    def __call__(self, named: dict[str, Any]) -> Results:
+        """Run the part where its arguments lie: on one device, or on all devices of a mesh.
+
+        `named` has all arguments of the call by name.
+        """
+        static = self.options(
+            **{field.name: named[field.name] for field in fields(self.options) if field.name in named}
+        )
+        arrays, options = self.check({name: named[name] for name in self.layout.arguments}, static)
         arrays = {name: y for name, y in arrays.items() if y is not None}
         # Weights become float32 before devices share them, so that sums of their gradients are rounded only once.
         arrays |= {name: arrays[name].astype(jnp.float32) for name in ("weight", "bias") if name in arrays}

@@ -79,14 +79,7 @@ def causal_conv1d(
     Cost: 2 B T D W flops; x is read and y is written once. The backward reads x and dy and writes dx once.
     Source: the short convolution of H3 (2022) and of Mamba (2023), as in the causal-conv1d package.
     """
-    arrays = dict(
-        x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids
-    )
-    options = part.ConvOptions(
-        activation=activation, output_final_state=output_final_state, implementation=implementation,
-        sharding=sharding, context_axis=context_axis, config=config,
-    )  # fmt: skip
-    return part.SEQUENCES(arrays, options)
+    return part.SEQUENCES(locals())
 
 
 @unknown_arguments.explained
@@ -175,13 +168,5 @@ def causal_conv1d_update(
     Cost: 2 B T D W flops; every state is read and written once.
     Source: as `causal_conv1d`.
     """
-    slots = arguments.Slots(
-        state_indices, has_initial_state, read_indices, num_accepted_tokens, block_state_indices, num_decodes,
-        num_sequences,
-    )  # fmt: skip
-    arrays = dict(x=x, states=states, weight=weight, bias=bias, cu_seqlens=cu_seqlens) | slots._asdict()
-    options = part.ConvOptions(
-        activation=activation, block_size=block_size, implementation=implementation, sharding=sharding,
-        output_final_state=True,
-    )  # fmt: skip
-    return part.update_for(slots, block_size)(arrays, options)
+    named = locals()
+    return part.update_for(named)(named)

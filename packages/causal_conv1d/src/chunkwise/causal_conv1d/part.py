@@ -183,7 +183,8 @@ def _check_update(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOpt
     checks.check_slots(slots.state_indices, slots.has_initial_state, N)
     checks.check_slot_values(slots.state_indices, "states", arrays["states"].shape[0])
     slots = arguments.Slots(slots.state_indices, slots.has_initial_state)
-    return arrays | dict(cu_seqlens=boundaries) | slots._asdict(), _choose(options, "xla")
+    chosen = replace(_choose(options, "xla"), output_final_state=True)
+    return arrays | dict(cu_seqlens=boundaries) | slots._asdict(), chosen
 
 
 def _check_step(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOptions]:
@@ -194,7 +195,7 @@ def _check_step(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOptio
     checks.check_step_types(slots, N, options.block_size)
     find = functools.partial(step_table.find_faults, boundaries, slots, states.shape[0], T, options.block_size)
     faults.check_known_values((boundaries, *slots), find)
-    chosen = _choose(options, "pallas" if slots.state_indices.size < T else "xla")
+    chosen = replace(_choose(options, "pallas" if slots.state_indices.size < T else "xla"), output_final_state=True)
     if options.implementation == "pallas":
         slot_kernel.check_type(states)
     return arrays | dict(cu_seqlens=boundaries) | step_table.with_counts(slots)._asdict(), chosen
@@ -268,13 +269,14 @@ def _step(arrays: Arrays, options: ConvOptions) -> Results:
     return y, pool
 
 
-SEQUENCES = LayerPart(_LAYOUT, _check_sequences, _convolve, _check_halo, _convolve_part)
-UPDATE = LayerPart(_POOL_LAYOUT, _check_update, _update, _check_pool, _update_part)
-STEP = LayerPart(_POOL_LAYOUT, _check_step, _step, _check_pool)
+SEQUENCES = LayerPart(_LAYOUT, ConvOptions, _check_sequences, _convolve, _check_halo, _convolve_part)
+UPDATE = LayerPart(_POOL_LAYOUT, ConvOptions, _check_update, _update, _check_pool, _update_part)
+STEP = LayerPart(_POOL_LAYOUT, ConvOptions, _check_step, _step, _check_pool)
 
 
-def update_for(slots: arguments.Slots, block_size: int | None) -> LayerPart[ConvOptions]:
+def update_for(named: Arrays) -> LayerPart[ConvOptions]:
     """Return STEP if there is an argument that only serving steps have, else UPDATE."""
+    slots, block_size = _slots(named), named["block_size"]
     none = isinstance(slots.num_decodes, int) and slots.num_decodes == 0
     more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
     columns = getattr(slots.state_indices, "ndim", 1) == 2

@@ -84,12 +84,7 @@ def rms_norm_gated(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate comes from Gated Delta Networks
       (2024) and Mamba-2 (2024).
     """
-    options = NormOptions(
-        activation=activation, norm_before_gate=norm_before_gate, eps=eps, implementation=implementation,
-        sharding=sharding, config=config,
-    )  # fmt: skip
-    part = LayerPart(_layout(getattr(x, "ndim", 1)), _check, _run)
-    return part(dict(x=x, z=z, weight=weight), options)[0]
+    return LayerPart(_layout(getattr(x, "ndim", 1)), NormOptions, _check, _run)(locals())[0]
 
 
 def _check(arrays: partition.Arrays, options: NormOptions) -> tuple[partition.Arrays, NormOptions]:
