@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks import regions, tpu_peers
 from benchmarks.block import Block
-from benchmarks.composed import Composed  # noqa: F401, its name is in the programs of `measure`
+from benchmarks.composed import Composed
 from benchmarks.mixer import Mixer
 from benchmarks.turns import Turns, turns_of
 from chunkwise.command import times
@@ -147,8 +147,9 @@ def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool
     """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
     counted = implementation not in tpu_peers.PEERS or tpu_peers.PEERS[implementation].counted
-    whole = case.sequences or implementation != "fused" or type(case) is not Layer
-    turns = None if whole else turns_of(dataclasses.replace(case, T=T))
+    whole = case.sequences or implementation != "fused" or type(case) not in (Layer, Composed)
+    run = case.runs(T) if isinstance(case, Composed) else dataclasses.replace(case, T=T)
+    turns = None if whole else turns_of(run)
     with building(case, implementation, T, backward) as build:
         found = figures(build, chip, floor, profile and counted, turns)
     return found if counted else found | dict.fromkeys(COUNTED)

@@ -156,6 +156,25 @@ def cost_two_keys() -> str:
 
 
 @block
+def cost_composition() -> str:
+    """Operators by composition beside those that they run, at the same number of tokens."""
+    rows = rows_of("tpu-composition")
+    names = {
+        "gdn-32": "gated delta rule", "delta-product-2": "Gated DeltaProduct, n = 2", "kimi-linear-48b": "KDA",
+        "dplr": "DPLR", "kda-64x64": "KDA, 64 heads of 64", "rwkv7": "RWKV-7, 64 heads of 64",
+    }  # fmt: skip
+    lines = [{"fused": only(rows, case=case, implementation="fused")} for case in names]
+    columns = {
+        "operator": of("fused", lambda row: names[row["case"]]),
+        "T": of("fused", count("T")),
+        "bundles of kernels": of("fused", count("bundles")),
+        "cycles around them": of("fused", count("around_cycles")),
+        "temporaries": of("fused", lambda row: mebibytes(row["temporaries_mib"])),
+    }
+    return table(lines, columns)
+
+
+@block
 def tpu_mixers() -> str:
     """Whole mixers: convolutions, gates, operator and norm."""
     rows = rows_of("tpu-mixer") + rows_of("tpu-mixer-8192")
