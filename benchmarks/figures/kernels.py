@@ -169,7 +169,7 @@ def cost_composition() -> str:
         "T": of("fused", count("T")),
         "bundles of kernels": of("fused", count("bundles")),
         "cycles around them": of("fused", count("around_cycles")),
-        "temporaries": of("fused", lambda row: mebibytes(row["temporaries_mib"])),
+        "temporaries, MiB": of("fused", lambda row: mebibytes(row["temporaries_mib"])),
     }
     return table(lines, columns)
 
