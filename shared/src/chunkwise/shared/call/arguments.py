@@ -203,8 +203,8 @@ def warn_head_first(x: Arguments, options: Options) -> None:
         warnings.warn(
             f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} and H = {H}: are the tensors "
             f"head-first, [B, H, T, K]?",
-            # To the line that calls the operator, past this function, `Operator.chunk`, `untouched` and `signature`.
-            stacklevel=5,
+            # To the line that calls the operator, past this function, `Operator.chunk` and `signature`.
+            stacklevel=4,
         )
 
 

@@ -54,7 +54,9 @@ def by_name(
             check(*args, **kwargs)
             warn_chunk_size(args[scale] if scale is not None and len(args) > scale else None)
             named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
-            return untouched.run(run, *split(named))
+            if untouched.may_be_replaced():
+                return untouched.run(run, *split(named))
+            return run(*split(named))
 
         return cast("Function", call)
 

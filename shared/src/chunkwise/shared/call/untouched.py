@@ -6,6 +6,13 @@ from typing import Any
 
 import jax
 
+_QWIX = "qwix._src.interception"
+
+
+def may_be_replaced() -> bool:
+    """Return whether functions of JAX may be replaced: qwix has been imported."""
+    return _QWIX in sys.modules
+
 
 def run(function: Callable, *records: Any) -> Any:
     """Return function(*records), with JAX's own functions in its gradient too.
@@ -13,8 +20,8 @@ def run(function: Callable, *records: Any) -> Any:
     A model that qwix quantises runs with other functions in the place of JAX's products. They would round the products
     inside of an operator where nobody has traced these before, and take an operand for a weight of the same shape.
     """
-    qwix: Any = sys.modules.get("qwix._src.interception")
-    replaced = qwix.interception_manager.disable_interception() if qwix else []
+    qwix: Any = sys.modules[_QWIX]
+    replaced = qwix.interception_manager.disable_interception()
     if not replaced:
         return function(*records)
     try:
