@@ -19,5 +19,9 @@ HOSTS = {
     "flash-linear-attention": (("torch==2.13.0", "jax", "einops"), ("fla-core==0.6.0",)),
     "mamba": (("torch==2.13.0", "jax", "einops"), ()),
     "deltanet-tpu": (("deltanet-tpu==0.3.0", "pip"), ()),
-    "jax-linear-attention": (("jax-linear-attention==0.1.0", "pip", "setuptools", "wheel"), ()),
+    "jax-linear-attention": (
+        ("jax-linear-attention==0.1.0", "pip", "setuptools", "wheel"),
+        # They would bring CUDA's libraries; a compilation for an H100 needs the assembler alone.
+        ("jax-cuda13-plugin==0.11.2", "jax-cuda13-pjrt==0.11.2", "nvidia-cuda-nvcc"),
+    ),
 }

@@ -180,6 +180,17 @@ def host_functions() -> str:
 
 
 @block
+def jla() -> str:
+    """The launches of operators by the kernels of jax-linear-attention, as compiled for an H100."""
+    columns = {
+        "operator": lambda row: f"`chunk_{row['operator']}`",
+        "forward": count("launches"),
+        "forward and backward": count("launches_with_backward"),
+    }
+    return table((row for row in rows_of("hosts") if "launches" in row), columns)
+
+
+@block
 def hosts_bundles() -> str:
     """The bundles of a decode of tpu-inference's kernel, and of ours."""
     rows = [row for row in rows_of("hosts") if "bundles" in row]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving import state_pool
@@ -60,6 +61,21 @@ def test_kernel(dtype, replay, K, W, erases, expected):
     if expected not in known:
         with pytest.raises(NotImplementedError, match=f'"fused" .*{re.escape(expected)}.*: use implementation="xla"'):
             find(True)
+
+
+def test_the_best_of_a_machine():
+    """It comes first for calls that it takes, if this is its machine; by its name it runs anywhere."""
+    run, here = (lambda x, options, precomputed: (x.v, None)), []
+    there = Implementation(
+        "there", run, limit=lambda x, options: "no" if x.v.dtype == jnp.bfloat16 else None, best_here=lambda: bool(here)
+    )
+    known = {"there": there, "xla": Implementation("xla", run, options=frozenset({"min_gate"}))}
+    x = Arguments(**make_inputs(1, 4, H, HV, 8, 8))
+    chosen = lambda x=x, asked=None, **options: implementations.choose(known, asked, x, Options(**options)).name
+    assert (chosen(), chosen(asked="there")) == ("xla", "there")
+    here.append(True)
+    assert (chosen(), chosen(min_gate=-1.0), chosen(asked="xla")) == ("there", "xla", "xla")
+    assert chosen(x._replace(v=x.v.astype(jnp.bfloat16))) == "xla"
 
 
 def test_only_fused_decodes_a_whole_layer():

@@ -195,7 +195,12 @@ def check_nox(arguments: list[str]) -> None:
 def check_pip(arguments: list[str]) -> None:
     """Tests install nothing: a folder must be a distribution, another name one that the project declares."""
     assert arguments[0] == "install"
-    files = [ROOT / "pyproject.toml", ROOT / "noxfile.py", *ROOT.glob("packages/*/pyproject.toml")]
+    files = [
+        ROOT / "pyproject.toml",
+        ROOT / "noxfile.py",
+        ROOT / "release/hosts.py",
+        *ROOT.glob("packages/*/pyproject.toml"),
+    ]
     declared = "".join(path.read_text() for path in files)
     for name in arguments[1:]:
         if name.startswith("git+"):

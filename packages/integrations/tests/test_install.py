@@ -16,7 +16,7 @@ import pytest
 from chunkwise.integrations import keras_hub, levanter, maxtext, replacing, sglang_jax, tpu_inference
 from tests.hosts import REPLACED, stand_in, with_functions
 
-HOSTS = ("flax", "haliax", "keras", "keras_hub", "levanter", "maxtext", "sgl_jax", "tpu_inference", "vllm")
+HOSTS = ("flax", "haliax", "jla", "keras", "keras_hub", "levanter", "maxtext", "sgl_jax", "tpu_inference", "vllm")
 # The parameters of what each of ours stands for, as the hosts declare them; ours may have keywords more.
 SIGNATURES = {
     (maxtext, "jax_chunk_gated_delta_rule"): "query key value g beta chunk_size=64 initial_state=None "
@@ -54,7 +54,8 @@ def test_signatures(place, expected):
 
 def test_no_host_is_imported():
     modules = ", ".join(
-        f"chunkwise.integrations.{x}" for x in ("keras_hub", "levanter", "maxtext", "sglang_jax", "tpu_inference")
+        f"chunkwise.integrations.{x}"
+        for x in ("jax_linear_attention", "keras_hub", "levanter", "maxtext", "sglang_jax", "tpu_inference")
     )
     code = f"import sys, {modules}; assert not set({HOSTS}) & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

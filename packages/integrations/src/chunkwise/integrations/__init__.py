@@ -3,4 +3,4 @@
 from chunkwise.shared import version
 
 __version__ = version.of(__name__)
-__all__ = ["keras_hub", "levanter", "maxtext", "nnx", "sglang_jax", "tpu_inference"]
+__all__ = ["jax_linear_attention", "keras_hub", "levanter", "maxtext", "nnx", "sglang_jax", "tpu_inference"]

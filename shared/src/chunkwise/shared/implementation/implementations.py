@@ -46,6 +46,8 @@ class Implementation(NamedTuple):
         types, None if it does.
       raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
         and erase keys and values of every value head, see `arguments.with_final_gates`.
+      best_here: returns whether it is the best one on this machine, for calls that it takes; None where the order of
+        implementations says so.
       knows_segments: whether it takes segment ids; the others get tokens that neither keep nor read anything of the
         state where a segment begins.
     """
@@ -61,6 +63,7 @@ class Implementation(NamedTuple):
     limit: Callable[[Arguments, Options], str | None] = lambda x, options: None
     raw_gates: bool = False
     knows_segments: bool = False
+    best_here: Callable[[], bool] | None = None
 
     def unread(self, options: Options) -> list[str]:
         """Return the names of the options that are set, and that it does not read."""
@@ -94,7 +97,11 @@ def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, op
     if asked is None and open_ is not None:
         asked = "xla"
     if asked is None:
-        able = [name for name, each in known.items() if not each.unread(options)]
+        takes = lambda each: not each.unread(options) and each.limit(x, options) is None
+        for_here = (name for name, each in known.items() if each.best_here is not None and each.best_here())
+        asked = next((name for name in for_here if takes(known[name])), None)
+    if asked is None:
+        able = [name for name, each in known.items() if not each.unread(options) and each.best_here is None]
         best = next((name for name in able if known[name].limit(x, options) is None), "xla")
         name = checks.choose_implementation(None, tuple(known), best)
         # Plain JAX is the best where there is no TPU, unless it does not read an option.
