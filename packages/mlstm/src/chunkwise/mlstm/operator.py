@@ -1,6 +1,6 @@
-"""mLSTM as simple gated linear attention twice: of ones for the divisor, and of the values for what is divided.
+"""mLSTM as simple gated linear attention twice: of the weights of tokens for the divisor, and of the values.
 
-The stabilisers make all gates decays of at most 1, and multiply keys by weights of at most 1.
+The stabilisers make decays and weights of the gates, which are at most 1.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.fused_gla import operator as gla
 from chunkwise.mlstm import stabiliser
-from chunkwise.shared import compat, tuning
+from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, signature
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
@@ -82,34 +82,56 @@ def _checked(named: dict[str, Any]) -> tuple[Arguments, Options]:
     return arguments.check_shared(x, options), options
 
 
-def _run(of_ones: Callable, of_values: Callable, x: Arguments, options: Options, named: dict, lanes: int) -> Results:
-    """Return the output and the final states, by simple gated linear attention of so many lanes of ones, and of v."""
+def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Options, named: dict, lanes: int) -> Results:
+    """Return the output and the final states, by simple linear attention of weights in so many lanes, and of v."""
     C, n, before = _start(named["initial_state"], (x.num_states, x.v.shape[2]), lanes)
     i, f, axes = _whole_rows(named["i"]), _whole_rows(named["f"]), checks.check_context_axis(options.context_axis)
     gates = stabiliser.stabilise(i, f, before, x.cu_seqlens, x.segment_ids, axes)
     # Weights and divisors are of value heads. Padding may hold anything, and a product with 0 does not stop NaN.
     heads = lambda y: y if y.shape[2] == x.v.shape[2] else jnp.repeat(y, x.v.shape[2] // y.shape[2], axis=2)
     q, k = (chunking.select_tokens(gates.valid, heads(jnp.asarray(y))) for y in (x.q, x.k))
-    x = x._replace(k=_times(k, gates.weight[..., None]), g=gates.decay)
-    ones = x._replace(q=q, v=_ones(x.v, lanes), initial_state=n)
-    y, n = of_ones(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
-    divisor = jnp.maximum(jnp.abs(y.astype(jnp.float32)), gates.least[..., None]) + named["eps"]
-    o, C = of_values(x._replace(q=_times(q, 1.0 / divisor), initial_state=C), options)
+    # Over a mesh, heads are split, and a product over them would add up over devices.
+    flat = lanes > 1 and options.sharding is None and not any(jax.typeof(x.v).sharding.spec)
+    # They are float32, because the divisor is a sum of terms that cancel, and its rounding is that of the whole output.
+    weights = _like(x.v, _spread(gates.weight, lanes, flat, jnp.float32))
+    ones = x._replace(q=q, k=k, v=weights, g=gates.decay, initial_state=n)
+    y, n = of_weights(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
+    divisor = jnp.maximum(jnp.abs(_first(y, flat)), gates.least) + named["eps"]
+    q, k = _times(q, 1.0 / divisor, flat), _times(k, gates.weight, flat)
+    o, C = of_values(x._replace(q=q, k=k, g=gates.decay, initial_state=C), options)
     return o, MlstmState(C, n[..., 0], gates.last) if options.output_final_state else None
 
 
-def _times(y: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return y [B, T, HV, K] times a factor [B, T, HV, lanes] that is the same in all lanes."""
-    # A float16 has too few powers of two for it.
-    dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
-    if y.shape[3] % factor.shape[3]:
-        factor = factor[..., :1]
-    registers = y.astype(jnp.float32).reshape(*y.shape[:3], -1, factor.shape[3])
-    return (registers * factor[..., None, :]).reshape(y.shape).astype(dtype)
+def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
+    """Return y [B, T, HV, K] times a factor [B, T, HV]; a float16 has too few powers of two for it."""
+    return _spread(factor, y.shape[3], flat, jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32, y)
+
+
+def _spread(factor: jax.Array, channels: int, flat: bool, dtype, y: jax.Array | None = None) -> jax.Array:
+    """Return a factor [B, T, HV] in all channels, times y, [B, T, HV, channels]."""
+    if not flat:
+        wide = jnp.broadcast_to(factor[..., None], (*factor.shape, channels))
+        return (wide if y is None else wide * y.astype(jnp.float32)).astype(dtype)
+    # A TPU spreads it fastest by a product with ones, in the flat layout of the kernels: by one pass for bfloat16.
+    ones = jnp.repeat(jnp.eye(factor.shape[2], dtype=jnp.float32), channels, axis=1)
+    precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    wide = jnp.matmul(factor, ones, precision=precision)
+    wide = wide if y is None else wide * y.reshape(wide.shape).astype(jnp.float32)
+    return wide.astype(dtype).reshape(*factor.shape, channels)
+
+
+def _first(y: jax.Array, flat: bool) -> jax.Array:
+    """Return the first of equal lanes [B, T, HV, lanes] in float32."""
+    if not flat:
+        return y[..., 0].astype(jnp.float32)
+    pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0)
+    pick = jnp.where(jnp.arange(len(pick))[:, None] % y.shape[3] == 0, pick, 0)
+    wide = y.reshape(*y.shape[:2], -1)
+    return jnp.matmul(wide, pick, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tuple[Any, Any, jax.Array]:
-    """Return the initial C and n, n for ones in so many lanes, or None; and m [N, HV], -inf where it is no number."""
+    """Return the initial C, and n in all lanes, or None; and m [N, HV], -inf where it is no number."""
     if state is None:
         return None, None, jnp.full(heads, -jnp.inf, jnp.float32)
     C, n, m = (jnp.asarray(y, jnp.float32) for y in state)
@@ -120,12 +142,10 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
     return C, jnp.broadcast_to(n[..., None], (*n.shape, lanes)), jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
 
 
-def _ones(v: jax.Array, lanes: int) -> jax.Array:
-    """Return values of ones, which lie on a mesh as v does."""
-    ones, kind = compat.varying_zeros((*v.shape[:3], lanes), v) + 1.0, jax.typeof(v).sharding
-    # A float32 among the operands of a kernel would make all products float32.
-    ones = ones if lanes == 1 else ones.astype(v.dtype)
-    return ones if kind.mesh.empty else jax.sharding.reshard(ones, _unsplit_channels(kind))
+def _like(v: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return weights as values, which lie on a mesh as v does."""
+    kind = jax.typeof(v).sharding
+    return weights if kind.mesh.empty else jax.sharding.reshard(weights, _unsplit_channels(kind))
 
 
 def _unsplit_channels(sharding: Any) -> Any:
