@@ -150,16 +150,29 @@ class _Starts(NamedTuple):
         return finals.at[target].set(after, mode="drop", unique_indices=True)
 
 
+def _stream_masks(x: arguments.Arguments, g, beta, C: int) -> tuple[Any, jax.Array]:
+    """Return the masks of a packed batch without states, and which tokens have values that are not finite."""
+    T = x.v.shape[1]
+    nonfinite = isolation.nonfinite_tokens([y for y in (x.q, x.k, x.v, g, beta, x.p) if y is not None], x.cu_seqlens)
+    masks: Any = chunking.stream_masks(T, C, x.cu_seqlens)
+    # Padding may hold anything, and products read every row of a chunk.
+    return masks._replace(valid=masks.valid & ~jnp.pad(nonfinite, (0, -T % C)).reshape(-1, C)), nonfinite
+
+
+def _filled(tree: Any, missing: Any) -> Any:
+    """Return arrays of chunks with so many chunks of zeros after them, which fill up the last group.
+
+    They leave a state as it is, because the decay of a gate of 0 is 1.
+    """
+    if isinstance(missing, int) and not missing:
+        return tree
+    return jax.tree.map(lambda y: jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)), tree)
+
+
 def run(
-    rule: Rule,
-    x: arguments.Arguments,
-    options: arguments.Options,
-    on_gpu: bool,
-    *,
-    with_output: bool = True,
-    keep_states: bool = False,
-    inverses: Any = None,
-) -> Results:
+    rule: Rule, x: arguments.Arguments, options: arguments.Options, on_gpu: bool, *, with_output: bool = True,
+    keep_states: bool = False, inverses: Any = None,
+) -> Results:  # fmt: skip
     """Return the results for prepared arguments.
 
     Args:
@@ -178,22 +191,16 @@ def run(
     products = state_scan.Products(3 if on_gpu and bfloat16 else None)
     g, beta = arguments.total_gate(x), None if x.beta is None else x.beta.astype(jnp.float32)
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
-    masks: Any = chunking.stream_masks(T, C, cu_seqlens) if stream else None
-    nonfinite: Any = None
-    if stream:
-        nonfinite = isolation.nonfinite_tokens([y for y in (x.q, x.k, x.v, g, beta, x.p) if y is not None], cu_seqlens)
-        # Padding may hold anything, and products read every row of a chunk.
-        masks = masks._replace(valid=masks.valid & ~jnp.pad(nonfinite, (0, -T % C)).reshape(-1, C))
+    masks, nonfinite = _stream_masks(x, g, beta, C) if stream else (None, None)
     h0 = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
     channels = V if h0 is None else h0.shape[3]
     S = compat.varying_zeros((B * HV, K, channels), *x.arrays().values())
-    starts, finals = None, None
-    if chunks.packed:
-        starts = _Starts(chunks.first, chunks.last, chunks.sequence)
-        if options.output_final_state:
-            finals = compat.varying_zeros((chunks.N + 1, HV, K, channels), S)
-            finals = finals if h0 is None else finals.at[:-1].set(h0)
-    elif h0 is not None:
+    starts = _Starts(chunks.first, chunks.last, chunks.sequence) if chunks.packed else None
+    finals = None
+    if chunks.packed and options.output_final_state:
+        finals = compat.varying_zeros((chunks.N + 1, HV, K, channels), S)
+        finals = finals if h0 is None else finals.at[:-1].set(h0)
+    if h0 is not None and not chunks.packed:
         S += h0.reshape(S.shape)
 
     # Batch and tokens share one axis, because an axis of size 1 between others makes XLA copy what a loop reads.
@@ -236,13 +243,8 @@ def run(
     groups = _divide(rule, n, B * HV, C, on_gpu)
     tokens = x.q if with_output else None, x.k, x.v, x.p, g if g.ndim == 4 else None
     per_head = None if g.ndim == 4 else rows(g), None if beta is None else rows(beta)
-    # Chunks of zeros fill up the last group. They leave a state as it is, because the decay of a gate of 0 is 1.
-    missing = groups.count * groups.chunks - n
-    fill = lambda y: (
-        jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) if not isinstance(missing, int) or missing else y
-    )
-    tokens, (gates, beta), masks, starts, inverses = jax.tree.map(
-        fill, (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses)
+    tokens, (gates, beta), masks, starts, inverses = _filled(
+        (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses), groups.count * groups.chunks - n
     )
     if gates is not None and rule.decays is not None:
         gates = rule.decays(gates, masks)
@@ -250,7 +252,7 @@ def run(
     (S, finals), (o, inverses, states) = carry, jax.tree.map(lambda y: y[:n], out)
     if with_output:
         o = chunks.gather(jnp.moveaxis(o.reshape(-1, B, C, HV, V), 1, 0).reshape(B, -1, HV, V))
-    if stream:
+    if nonfinite is not None:
         o = isolation.keep_apart(o, x.v, nonfinite, cu_seqlens)
     if options.output_final_state:
         finals = S.reshape(B, HV, K, channels) if finals is None else finals[:-1]
