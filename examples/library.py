@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.panel import Panel
@@ -22,6 +23,7 @@ from rich.text import Text
 # What a training leaves in its folder.
 FILES = {
     "curve.png": "the picture of bits per byte over the steps",
+    "curve-dark.png": "the same for a dark page",
     "results.json": "the loss of every step, all measurements, and the sample",
     "checkpoints": "the last two checkpoints, from which the program goes on when it is called again",
 }
@@ -91,18 +93,24 @@ def compare(train: np.ndarray, text: np.ndarray) -> dict[str, float]:
     return {"order 0": entropy(text), "order 3": context_model(train, text, 3)} | compressed(train, text)
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path, dark: bool = False) -> None:
     """Draw what `report` writes: bits per byte over the steps of training, and those of other models as lines."""
+    with style.context("dark_background" if dark else "default"):
+        figure = _figure(results, *("0.3", "0.65") if dark else ("0.85", "0.4"))
+        figure.savefig(path, dpi=120, transparent=dark)
+
+
+def _figure(results: dict[str, Any], steps_color: str, mean_color: str) -> Figure:
     training, window = np.array(results["losses"]) / math.log(2), max(len(results["losses"]) // 20, 1)
     figure, steps = Figure(figsize=(9, 5), layout="constrained"), np.arange(len(training)) + 1
     axes, mean = figure.subplots(), np.convolve(training, np.ones(window) / window, "valid")
-    axes.plot(steps, training, color="0.85", linewidth=0.8)
-    axes.plot(steps[window - 1 :], mean, color="0.4")
+    axes.plot(steps, training, color=steps_color, linewidth=0.8)
+    axes.plot(steps[window - 1 :], mean, color=mean_color)
     axes.plot(*zip(*results["held_out"], strict=True), "o-", color="C0")
     axes.set_title("A model of the bytes of Python's standard library, on files held out", loc="left")
     axes.set(xlabel="steps of training", ylabel="bits per byte", xlim=(0, 1.01 * len(training)), ylim=(1, 6))
     # A label stands beside the end of its line, and above the label before it.
-    ends, y = [(mean[-1], "0.4", f"in training, mean of {window} steps")], -math.inf
+    ends, y = [(mean[-1], mean_color, f"in training, mean of {window} steps")], -math.inf
     for i, (name, bits) in enumerate(results["bits_per_byte"].items()):
         ends.append((bits, f"C{i}", name))
         if i:
@@ -110,7 +118,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for bits, color, name in sorted(ends):
         y = max(bits, y + 0.17)
         axes.annotate(f"{bits:.2f} {name}", (1.02, y), xycoords=("axes fraction", "data"), color=color, va="center")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def report(
@@ -119,7 +127,7 @@ def report(
     """Print and write what came of a model.
 
     Args:
-      output: a folder, for results.json and curve.png.
+      output: a folder, for results.json, curve.png and curve-dark.png.
       losses: of the steps, in nats per byte.
       measured: the loss over the text by the number of steps before it, in nats per byte.
       train: the bytes that the model has seen.
@@ -132,6 +140,7 @@ def report(
         bits_per_byte=bits, held_out=held_out, losses=losses.tolist(), sample=sample.decode(errors="replace")
     )
     draw(results, output / "curve.png")
+    draw(results, output / "curve-dark.png", dark=True)
     (output / "results.json").write_text(json.dumps(results, indent=1))
     console, table = Console(), Table("model", "bits per byte", title=f"{len(text):,} bytes of files held out")
     for name, value in bits.items():

@@ -231,7 +231,7 @@ OPTIONS = dict(
     measure_every=(100, "steps between measurements on the files held out"),
     held_out=(2**17, "bytes of files that training never reads, to measure on"),
     mesh=("data=1", "devices of each axis, such as data=2,sequence=2,heads=2; a CPU is divided into so many"),
-    output=(Path("train_output"), "folder for checkpoints, results.json and curve.png"),
+    output=(Path("train_output"), "folder for checkpoints, results.json and pictures"),
 )
 
 

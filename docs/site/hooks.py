@@ -28,6 +28,10 @@ from release import metadata  # noqa: E402
 # Code is what no rule here touches: blocks between fences, indented blocks, and words between backticks.
 CODE = re.compile(r"(^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+# A picture with a form for dark pages, as GitHub shows it.
+PICTURE = re.compile(
+    r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">(!\[[^\]]*\]\()([^)]+)\)</picture>'
+)
 COMMENT = re.compile(r"^<!--.*-->\n", re.MULTILINE)
 MATHS = re.compile(r"\$\$(.+?)\$\$|\$(\S(?:[^$\n]*\S)?)\$", re.DOTALL)
 MATHML = "http://www.w3.org/1998/Math/MathML"
@@ -207,7 +211,9 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri.startswith(BEHIND):
         page.meta["search"] = {"boost": 0.1}
     markdown = COMMENT.sub("", markdown)
-    return outside_code(markdown, lambda text: LINK.sub(link, MATHS.sub(maths, text.replace("<", "&lt;"))))
+    # The theme shows one of two pictures by the ends of their addresses.
+    both = lambda text: PICTURE.sub(r"\2\3#only-light)\2\1#only-dark)", text)
+    return outside_code(markdown, lambda text: LINK.sub(link, MATHS.sub(maths, both(text).replace("<", "&lt;"))))
 
 
 def maths(match) -> str:

@@ -117,7 +117,7 @@ def assert_shown(stdout: str, results: dict) -> None:
     sample, _, files = stdout.partition("─ a sample ─")[2].partition("╰")
     assert letters(sample) == letters(results["sample"]) != ""
     assert all(Path(line.rsplit(": ", 1)[0]).exists() for line in files.splitlines()[1:])
-    assert len(files.splitlines()) == 4
+    assert len(files.splitlines()) == 5
 
 
 def test_eight_devices(tmp_path):
@@ -131,7 +131,7 @@ def test_eight_devices(tmp_path):
         results = json.loads((output / "results.json").read_text())
         assert len(results["losses"]) == 8
         assert_shown(done.stdout, results)
-        assert (output / "curve.png").stat().st_size > 1000
+        assert all((output / name).stat().st_size > 1000 for name in ("curve.png", "curve-dark.png"))
         assert [step for step, _ in results["held_out"]] == [0, 8]
         losses.append([*results["losses"], results["held_out"][0][1], results["bits_per_byte"]["this model"]])
     np.testing.assert_allclose(*losses, rtol=1e-4)
