@@ -18,6 +18,7 @@ from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
 from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
 
 THOROUGH = dict(
+    test_steps_in_the_kernel_for_decodes=True,
     test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
         (implementation, form, gate, dtype) not in QUICK or (implementation, call) == ("fused", "recurrent")
     ),
@@ -113,3 +114,8 @@ def test_no_gate():
     o = chunk_gated_delta_product(**x | dict(g=None), num_householder=2)[0]
     want = chunk_gated_delta_product(**x | dict(g=jnp.zeros_like(x["g"])), num_householder=2)[0]
     np.testing.assert_array_equal(o, want)
+
+
+def test_steps_in_the_kernel_for_decodes():
+    """It takes heads of whole registers, and the tokens that two tokens become."""
+    assert_steps(kind(2), "fused", sizes=(128, 128))

@@ -18,6 +18,7 @@ from chunkwise.shared.testing.inputs import make_dplr_inputs
 from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
 
 THOROUGH = dict(
+    test_steps_in_the_kernel_for_decodes=True,
     test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
         (implementation, form, gate, dtype) not in QUICK or (implementation, call) == ("fused", "recurrent")
     ),
@@ -93,3 +94,8 @@ def test_two_types_of_keys():
     with jax.numpy_dtype_promotion("strict"):
         o = chunk_dplr_delta_rule(**mixed)[0]
     assert_close("o", o, chunk_dplr_delta_rule(**mixed | dict(b=mixed["b"].astype(jnp.float32)))[0], 1e-6)
+
+
+def test_steps_in_the_kernel_for_decodes():
+    """It takes heads of whole registers, and the tokens that two tokens become."""
+    assert_steps(KIND, "fused", sizes=(128, 128))
