@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, loads, tile
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, nonfinite, packed, schedule
+from chunkwise.shared.kernels import chunk_loop, inverse, layout, nonfinite, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together. Products of such a stage hide the latency of other stages.
@@ -223,8 +223,8 @@ def pass_chunk(
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the forward kernel.
+def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the launch of the forward kernel, the arguments of `launcher.launch`.
 
     Args:
       x: operands. With A_inv, of an earlier launch, the inverse is not computed again.
@@ -232,8 +232,9 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       outputs: which of "o", "ht", "h", "v_new_over_beta", "A_inv", "pool_out".
 
     Returns:
-      A dict of these outputs: o, laid out and typed as v; ht, the final states [N, HV, K, V] float32, undefined for
-      empty sequences; and h, v_new_over_beta, A_inv and pool_out as in `Operands`. The pool is updated in place.
+      The arguments. The launch gives a dict of these outputs: o, laid out and typed as v; ht, the final states
+      [N, HV, K, V] float32, undefined for empty sequences; and h, v_new_over_beta, A_inv and pool_out as in `Operands`.
+      The pool is updated in place.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
@@ -263,9 +264,9 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     if x.A_inv is None:
         scratch |= {"A": matrix, "blocks": (n, inverse.first_block_rows(s.C), s.p * s.C)}
     estimate = cost.cost if with_output else cost.states_cost
-    return launcher.launch(
-        functools.partial(_fwd_kernel, static=static, s=s),
-        GdnFwdRefs,
+    return dict(
+        body=functools.partial(_fwd_kernel, static=static, s=s),
+        refs=GdnFwdRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
         grid=(B, HV // s.heads, steps + 1),

@@ -9,7 +9,8 @@ names of `kernel`,
 
 So the chain has two products, and everything else is done for all chunks of a grid step at once, as if they were more
 heads. Three stages share a grid step, each on chunks of its own, so that none waits for another: the first prepares
-P and I + A, the second makes A_inv and L, the third takes the state through the chunks one by one.
+P and I + A, the second makes A_inv and L, the third takes the state through the chunks one by one. A launch for the
+inverses alone, as `jax.checkpoint` runs it before a backward, has the first two stages, without P and L.
 
 Every row of the batch is one sequence here, and its states do not lie in a pool.
 """
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
-from chunkwise.shared.kernels import chunk_loop, inverse, launcher, layout, matmul, packed, schedule
+from chunkwise.shared.kernels import chunk_loop, inverse, layout, matmul, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads of all chunks together that are prepared, inverted and finished at a time, and of a chunk that pass the state.
@@ -43,6 +44,8 @@ class GdnChunksRefs(NamedTuple):
     v: jax.Ref  # [rows, heads V] of the third stage
     g: jax.Ref  # [rows, heads] of the first stage
     beta: jax.Ref  # [rows, heads] of the first stage
+    unread_q: jax.Ref  # an operand that is not read
+    unread_v: jax.Ref  # an operand that is not read
     initial_state: jax.Ref  # [heads, K, V]
     A_inv: jax.Ref  # None: no earlier launch has made it
     o: jax.Ref  # [rows, heads V] of the third stage
@@ -67,7 +70,8 @@ class GdnChunksRefs(NamedTuple):
 def takes(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> bool:
     """Return whether the launch is for these operands and outputs."""
     plain = not static.varlen and x.owner is None and x.pool is None and x.A_inv is None
-    return plain and step_chunks(static) > 1 and "o" in outputs and {*outputs} <= {"o", "ht", "A_inv"}
+    known = {*outputs} == {"A_inv"} or ("o" in outputs and {*outputs} <= {"o", "ht", "A_inv"})
+    return plain and known and step_chunks(static) > 1
 
 
 def step_chunks(static: FusedStatic) -> int:
@@ -76,11 +80,11 @@ def step_chunks(static: FusedStatic) -> int:
 
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
-    """Run the three stages of a grid step, each on chunks of its own."""
+    """Run the stages of a grid step, each on chunks of its own."""
     if refs.ht is not None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(state=refs.ht)
-    cur, _, prev = chunk_loop.current_steps(None, 3, static)
+    cur, *_, prev = chunk_loop.current_steps(None, 2 if refs.o is None else 3, static)
     rows = chunk_loop.Rows.SOME if static.readable % (static.chunks * s.C) else chunk_loop.Rows.ALL
     chunks_of = lambda step: [
         chunk_loop.stage_chunk(step.of_chunk(jnp.int32(i)), rows, s.C, None, i) for i in range(static.chunks)
@@ -89,15 +93,16 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     every, staged, inverses, lefts = s.over(static.chunks), [], {}, {}
     groups = every.split(INVERTED)
     inverting = _together([_invert(refs, group, k.dtype, inverses) for group in groups])
-    stages = dict(
-        m=_prepare(refs, q, k, g, beta, every, static, staged),
-        x=inverting,
-        f=_finish(refs, every, groups, inverting, inverses, lefts),
-        p=schedule.software_pipeline(_pass_chunks(refs, chunks_of(prev), part, s, static) for part in s.split(PASSED)),
-    )
+    stages: dict[str, Iterator] = dict(m=_prepare(refs, q, k, g, beta, every, static, staged), x=inverting)
     # Between two products of the inverse, or of the state, there is other work.
-    n = len(every.split(PREPARED))
-    schedule.interleave("xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n, **stages)
+    n, order = len(every.split(PREPARED)), "xm"
+    if refs.o is not None:
+        order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n
+        stages["f"] = _finish(refs, every, groups, inverting, inverses, lefts)
+        stages["p"] = schedule.software_pipeline(
+            _pass_chunks(refs, chunks_of(prev), part, s, static) for part in s.split(PASSED)
+        )
+    schedule.interleave(order, **stages)
     for remaining in stages.values():
         for _ in remaining:
             pass
@@ -105,11 +110,16 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
 
 
 def _load_chunks(refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], s: tile.Heads, static: FusedStatic):
-    """Load the chunks of a grid step: q, k [chunks keys, C, K], and g, beta [C, chunks heads] float32."""
+    """Load the chunks of a grid step: q (or None) and k [chunks keys, C, K]; g and beta [C, chunks heads] float32."""
     at = lambda i: slice(i * s.C, (i + 1) * s.C)
     each = [loads.load_chunk(refs, chunk.valid, s, static, at(chunk.index))[:4] for chunk in chunks]
     q, k, g, beta = zip(*each, strict=True)
-    return jnp.concatenate(q), jnp.concatenate(k), jnp.concatenate(g, axis=1), jnp.concatenate(beta, axis=1)
+    return (
+        None if refs.q is None else jnp.concatenate(q),
+        jnp.concatenate(k),
+        jnp.concatenate(g, axis=1),
+        jnp.concatenate(beta, axis=1),
+    )
 
 
 def _prepare(
@@ -203,46 +213,54 @@ def _hand_on(refs: GdnChunksRefs, q, k, every, staged: list, inverses: dict, lef
             n = refs.A_inv_out.shape[1]
             for i in range(group.packs_at.start, group.packs_at.stop):
                 refs.A_inv_out[i // n, i % n] = inverses[group.first][i - group.packs_at.start]
-    for ref, other in (
-        (refs.start_prev, refs.start), (refs.keys_prev, refs.keys), (refs.queries_prev, refs.queries)
-    ):  # fmt: skip
-        ref[...] = other[...]
-    for part in every.split(FINISHED):
-        refs.left[part.packs_at] = lefts[part.first]
-    refs.keys[...], refs.queries[...] = k, q
+    if refs.o is not None:
+        for ref, of_next in (
+            (refs.start_prev, refs.start), (refs.keys_prev, refs.keys), (refs.queries_prev, refs.queries)
+        ):  # fmt: skip
+            ref[...] = of_next[...]
+        for part in every.split(FINISHED):
+            refs.left[part.packs_at] = lefts[part.first]
+        refs.keys[...], refs.queries[...] = k, q
     for part, values in staged:
         for ref, x in values:
-            ref[part.packs_at] = x
+            if ref is not None:
+                ref[part.packs_at] = x
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the forward; the arguments and the result are as in `kernel.launch`, for what `takes` says."""
+def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
     B, HV, NT, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     chunks = step_chunks(static)
     static = dataclasses.replace(static, chunks=chunks, steps=-(-NT // chunks))
-    first, second, third = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
+    with_output = "o" in outputs
+    count = 3 if with_output else 2
+    first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))
     n, keys, parts = s.heads // s.p, s.heads // s.group, 2 if dtype == jnp.bfloat16 else 1
-    key, value, gate = first.tokens(keys * s.K), third.tokens(s.heads * s.V), first.values(s.heads)
-    state, lanes = third.state(s.heads, s.K, s.V), s.p * s.C
+    key, value, gate = first.tokens(keys * s.K), last.tokens(s.heads * s.V), first.values(s.heads)
+    state, lanes = last.state(s.heads, s.K, s.V), s.p * s.C
     matrix, of_keys = (chunks * n, s.C, lanes), pltpu.VMEM((chunks * keys, s.C, s.K), dtype)
-    scratch: dict[str, Any] = dict.fromkeys(("start", "end", "A", "start_prev"), matrix)
-    scratch |= dict.fromkeys(("keys", "queries", "keys_prev", "queries_prev"), of_keys)
-    scratch["blocks"] = chunks * n, inverse.first_block_rows(s.C), lanes
-    scratch["scores"] = pltpu.VMEM((chunks * n, s.C, parts * lanes), dtype)
-    scratch["left"] = pltpu.VMEM((chunks * n, s.C + s.K, parts * lanes), dtype)
-    if "ht" not in outputs:
+    scratch: dict[str, Any] = {"A": matrix, "blocks": (chunks * n, inverse.first_block_rows(s.C), lanes)}
+    if with_output:
+        scratch |= dict.fromkeys(("start", "end", "start_prev"), matrix)
+        scratch |= dict.fromkeys(("keys", "queries", "keys_prev", "queries_prev"), of_keys)
+        scratch["scores"] = pltpu.VMEM((chunks * n, s.C, parts * lanes), dtype)
+        scratch["left"] = pltpu.VMEM((chunks * n, s.C + s.K, parts * lanes), dtype)
+    if with_output and "ht" not in outputs:
         scratch["state"] = s.heads, s.K, s.V
-    return launcher.launch(
-        functools.partial(_kernel, static=static, s=s),
-        GdnChunksRefs,
-        name=f"chunk_gated_delta_rule_fwd_c{s.C}",
-        # Two more grid steps, because the state goes through chunks two grid steps after they are prepared.
-        grid=(B, HV // s.heads, static.steps + 2),
+    estimate = cost.cost if with_output else cost.states_cost
+    return dict(
+        body=functools.partial(_kernel, static=static, s=s),
+        refs=GdnChunksRefs,
+        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
+        # More grid steps, because the last stage has chunks two grid steps after they are prepared, or one.
+        grid=(B, HV // s.heads, static.steps + count - 1),
         tables={},
         inputs={
-            "q": (x.q, key),
+            # Without q and v, a block of them stays an operand, so that vmap over one of them alone gives all results
+            # the same batch axis.
+            "q" if with_output else "unread_q": (x.q, key if with_output else first.unread()),
             "k": (x.k, key),
-            "v": (x.v, value),
+            "v" if with_output else "unread_v": (x.v, value if with_output else first.unread()),
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "initial_state": (x.initial_state, state),
@@ -255,6 +273,6 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         },
         requested=outputs,
         scratch=scratch,
-        cost_estimate=cost.cost(**static.sizes(), itemsize=dtype.itemsize),
+        cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
         in_bounds=True,
     )

@@ -8,7 +8,7 @@ from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
@@ -70,8 +70,8 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
 
 def launch_forward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the forward, by several chunks a grid step where there are few heads."""
-    run = kernel_chunks.launch if kernel_chunks.takes(x, static, outputs) else kernel.launch
-    return run(x, static, outputs)
+    plan = kernel_chunks.plan if kernel_chunks.takes(x, static, outputs) else kernel.plan
+    return launcher.launch(**plan(x, static, outputs))
 
 
 KERNELS = fused.Kernels(
