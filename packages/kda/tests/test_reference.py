@@ -42,6 +42,7 @@ THOROUGH = dict(
     # The file of raw gates has gradients in bfloat16.
     test_gradients=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,
     test_gradients_of_other_types=True,
+    test_gradients_of_strong_raw_gates=lambda dtype, strength: dtype == jnp.bfloat16 and strength == 30,
     test_min_gate_changes_nothing=True,
     # The kernels are compared with raw gates, and plain JAX in bfloat16.
     test_packed=True,
