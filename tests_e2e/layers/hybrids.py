@@ -49,6 +49,8 @@ class Model(NamedTuple):
 
     def build(self, **change):
         """Return the model, with changed settings, and the layer of its first block."""
+        if self.settings.get("weight_mode") == "fused":
+            mend_first_weights()
         model = build(*self.names, **self.settings | change)
         layer = getattr((model.blocks if self.names[0] == "xlstm" else model.layers)[0], self.attribute)
         if self.names[0] in ("nemotron_h", "zamba2"):
@@ -60,6 +62,14 @@ class Model(NamedTuple):
             if name in SMALL_ONES:
                 weight.data *= 0.05
         return model, layer
+
+
+def mend_first_weights() -> None:
+    """Let transformers make a model of xLSTM with fused matrices: its rule for their first biases adds two sizes."""
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.models.xlstm import modeling_xlstm
+
+    modeling_xlstm.xLSTMPreTrainedModel._init_weights = PreTrainedModel._init_weights
 
 
 # The weights of the gates of xLSTM, which are zeros at first.
