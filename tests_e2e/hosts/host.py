@@ -27,11 +27,18 @@ def path_of(distribution: str, ending: str) -> Path:
     return Path(found.locate())
 
 
-def parts_of(path: Path, names: tuple[str, ...], known: dict) -> types.SimpleNamespace:
-    """Return functions and classes of a file, which know only the names that they are given and one another."""
+def parts_of(
+    path: Path, names: tuple[str, ...], known: dict, module: types.ModuleType | None = None
+) -> types.SimpleNamespace:
+    """Return functions and classes of a file, which know only the names that they are given and one another.
+
+    With a module, they and the names are its own.
+    """
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
-    known = dict(known)
+    module = module or types.ModuleType(path.stem)
+    vars(module).update(known)
+    known = vars(module)
     # Annotations name types that are not called here.
     exec(compile(tree, str(path), "exec", __future__.annotations.compiler_flag), known)
     return types.SimpleNamespace(**{name: known[name] for name in names})

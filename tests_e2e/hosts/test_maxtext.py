@@ -132,8 +132,8 @@ class DenseGeneral(nnx.Module):
         return x @ self.kernel.get_value()
 
 
-def layer(functions: Any) -> nnx.Module:
-    """Return MaxText's layer on one device, with these functions for the gated delta rule."""
+def layer(functions: Any, module: types.ModuleType | None = None) -> nnx.Module:
+    """Return MaxText's layer on one device, with these functions for the gated delta rule, as a part of the module."""
     whole = lambda spec, *_, **__: spec
     known = vars(functions) | dict(
         DenseGeneral=DenseGeneral, get_weight_dtype=lambda cfg, name: cfg.weight_dtype, gdn_context_axes=lambda cfg: (),
@@ -141,7 +141,7 @@ def layer(functions: Any) -> nnx.Module:
         remove_incompatible_mesh_axes_from_partition_spec=whole, maybe_shard_with_name=whole,
         KV_BATCH=None, KV_HEAD=None, LENGTH=None,
     )  # fmt: skip
-    made = parts_of(_QWEN3, ("Qwen3NextGatedDeltaNet",), _KNOWN | known)
+    made = parts_of(_QWEN3, ("Qwen3NextGatedDeltaNet",), _KNOWN | known, module)
     config = types.SimpleNamespace(
         emb_dim=CONFIG.D, gdn_num_key_heads=CONFIG.H, gdn_num_value_heads=CONFIG.HV, gdn_key_head_dim=CONFIG.K,
         gdn_value_head_dim=CONFIG.V, gdn_conv_kernel_dim=CONFIG.W, gdn_chunk_size=64, gdn_mamba_block_size=None,
@@ -185,9 +185,8 @@ def test_packed_documents():
 
 def test_the_layer_keeps_documents_apart():
     """What `install(documents=True)` puts in the place of the call of MaxText's layer."""
-    theirs, x = layer(THEIRS), jax.random.normal(jax.random.key(1), (1, 90, CONFIG.D))
     qwen3, utils = types.ModuleType("qwen3"), types.ModuleType("sharding")
-    vars(qwen3).update(vars(THEIRS), Qwen3NextGatedDeltaNet=type(theirs), ShardMode=_KNOWN["ShardMode"], **_MODES)
+    theirs, x = layer(THEIRS, qwen3), jax.random.normal(jax.random.key(1), (1, 90, CONFIG.D))
     put({"maxtext.models.qwen3": qwen3, "maxtext.utils.sharding": utils})
     theirs.quant = None
     ids = jnp.asarray([[1] * 30 + [2] * 50 + [0] * 10])
