@@ -1,4 +1,4 @@
-"""One class name means one thing in all that is shipped, but each package may have its `Config`; files are short."""
+"""One class name means one thing in all that is shipped, but for `Config`; files and functions are short."""
 
 import ast
 import collections
@@ -6,22 +6,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "packages", "release", "shared", "tests", "tests_e2e")
-MOST_LINES = 450
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 90
 
 
-def classes() -> dict[str, list[str]]:
-    """Return the places of all classes in the sources, by name."""
+def definitions(kind: type) -> dict[str, list[tuple[str, int]]]:
+    """Return the places and the lines of all classes, or functions, in the sources, by name."""
     found = collections.defaultdict(list)
     for path in sorted([*ROOT.glob("shared/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            if isinstance(node, kind):
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                found[node.name].append((place, node.end_lineno - node.lineno + 1))
     return found
 
 
 def test_one_class_name_means_one_thing():
-    repeated = {name: places for name, places in classes().items() if len(places) > 1 and name != "Config"}
+    found = definitions(ast.ClassDef)
+    repeated = {name: places for name, places in found.items() if len(places) > 1 and name != "Config"}
     assert not repeated, repeated
+
+
+def test_functions_are_short():
+    found = [x for places in definitions(ast.FunctionDef).values() for x in places]
+    long = [(place, n) for place, n in found if n > MOST_LINES_OF_A_FUNCTION]
+    assert not long, long
 
 
 def test_files_are_short():

@@ -319,6 +319,33 @@ def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: KdaStati
     )  # [h, V, K]
 
 
+def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: int, channels: int) -> dict[str, Any]:
+    """Return the buffers of `launch`: what a grid step leaves for the next one, and the decays, of this base.
+
+    The state, [V, K] with `channels` rows, is one of them unless the output ht holds it, and the owners, by which the
+    next grid step keeps the sequences of this chunk apart.
+    """
+    C, K, heads, operand = static.C, static.K, static.config.heads, matmul.operand_dtype(x.v.dtype)
+    n, lanes, parts, with_output = heads // static.p, static.p * C, 2 if operand == jnp.bfloat16 else 1, "o" in outputs
+    scratch: dict[str, Any] = {
+        "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
+        "ends": pltpu.VMEM((heads, parts * C, K), operand),
+        "through": (heads, 1, K),
+        "decays": loads.decays_scratch(heads, C, K, base, static.erase_before_decay),
+    }
+    if x.A_inv is None:
+        scratch |= {"blocks": (n, inverse.first_block_rows(C), lanes), "A": (n, C, lanes)}
+    if with_output:
+        scratch["P"] = pltpu.VMEM((n, C, parts * lanes), operand)
+    if "ht" not in outputs:
+        scratch["state"] = heads, channels, K
+    if x.owner is not None:
+        scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, 1, C), jnp.int32)}
+        if static.base > 1 and x.A_inv is None:
+            scratch["continuing"] = C, packed.LANES
+    return scratch
+
+
 def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
@@ -342,7 +369,6 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
-    parts = 2 if operand == jnp.bfloat16 else 1
     # True with base blocks but without a promise that keeps gates above `LEAST_GATE`.
     may_forget = base > 1 and static.backward_base == 1
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
@@ -359,24 +385,6 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
-    # The arrays that a grid step leaves for the next one; the state, unless the output ht holds it; decays; and the
-    # owners by which the next grid step keeps the sequences of this chunk apart.
-    scratch: dict[str, Any] = {
-        "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
-        "ends": pltpu.VMEM((heads, parts * C, K), operand),
-        "through": (heads, 1, K),
-        "decays": loads.decays_scratch(heads, C, K, 1 if may_forget else base, static.erase_before_decay),
-    }
-    if inverts:
-        scratch |= {"blocks": (heads // p, inverse.first_block_rows(C), p * C), "A": matrix}
-    if with_output:
-        scratch["P"] = pltpu.VMEM((heads // p, C, parts * p * C), operand)
-    if "ht" not in outputs:
-        scratch["state"] = heads, channels, K
-    if x.owner is not None:
-        scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, 1, C), jnp.int32)}
-        if base > 1:
-            scratch["continuing"] = C, packed.LANES
     return launcher.launch(
         functools.partial(_fwd_kernel, static=static),
         KdaFwdRefs,
@@ -404,7 +412,7 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
         },
         outputs=available,
         requested=outputs,
-        scratch=scratch,
+        scratch=_scratch(x, static, outputs, 1 if may_forget else base, channels),
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=(cost.cost if with_output else cost.states_cost)(
             **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
