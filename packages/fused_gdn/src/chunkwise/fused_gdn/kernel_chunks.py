@@ -192,9 +192,8 @@ def _pass_chunks(
     for chunk in chunks:
         rows, here = slice(chunk.index * s.C, (chunk.index + 1) * s.C), part.in_chunk(chunk.index, s)
         S = refs.state[part.values_at]  # [heads, K, V]
-        if chunk.index == 0:
-            start_state = 0.0 if refs.initial_state is None else refs.initial_state[part.values_at]
-            S = jnp.where(chunk.step.first == 1, start_state, S)
+        if chunk.index == 0:  # no other chunk of a grid step is the first one of a row
+            S = chunk_loop.or_initial(S, refs, chunk, part.values_at)
         start = tile.head_columns(refs.start_prev[here.packs_at], part, part.V)  # [heads, C, V]
         KS, QS = tile.read_state(refs.keys_prev[here.keys_at], refs.queries_prev[here.keys_at], S, part)
         assert QS is not None

@@ -21,6 +21,8 @@ from jax import lax
 from chunkwise.kda import tile
 from chunkwise.shared.kernels import matmul, packed, tiles
 
+LEFT, RIGHT = range(2)
+
 
 def pair_table(C: int, base: int, erase_before_decay: bool) -> np.ndarray:
     """Return int32 [2 C, C], the product that has the pair of query i, then of erase key i, with key j < i.
@@ -98,7 +100,8 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
         of_columns = matmul.dot(
             packed.concat_lanes(column_parts), packed.concat_rows([all_rows.astype(operand)] * len(column_parts))
         )  # [h, C or C / 2, K]
-        d_rows, d_columns = _add(d_rows, None, by_row * of_rows, b), _add(d_columns, by_column * of_columns, None, b)
+        d_rows = _add_to_half(d_rows, by_row * of_rows, b, RIGHT)
+        d_columns = _add_to_half(d_columns, by_column * of_columns, b, LEFT)
         of_rows, of_columns = rounded(rows) * of_rows, rounded(columns) * of_columns
         if by_level:
             if b is not None:
@@ -110,24 +113,20 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
     return d_rows, d_columns, terms, sum_over_rows(crossing, dtype) if by_level else None
 
 
-def _add(x, left, right, b):
-    """Return x [h, R, D] with `left` added to left and `right` to right halves as `tile.halves` has them, if not None.
-
-    Without a b, each is added to all rows.
-    """
+def _add_to_half(x, y, b, half: int):
+    """Return x [h, R, D] with y added to LEFT or RIGHT halves, as `tile.halves` has them; without a b to all rows."""
     if b is None:
-        for y in (left, right):
-            x = x if y is None else x + y
-        return x
-    parts = zip(tile.halves(x, b), (left, right), strict=True)
-    return tile.join_halves(*(y if more is None else y + more for y, more in parts), b)
+        return x + y
+    parts = list(tile.halves(x, b))
+    parts[half] = parts[half] + y
+    return tile.join_halves(*parts, b)
 
 
 def _add_terms(terms, of_rows, of_columns, b, erase_before_decay: bool):
     """Return terms [h, C, K] plus the terms of the rows of a level, less the terms of its columns."""
     queries, erase = jnp.split(of_rows, 2, axis=1)  # each [h, C or C / 2, K]
     if erase_before_decay:  # the decays of a row of erase keys end with the gate of the row before
-        terms, of_rows = terms + moved_up(_add(jnp.zeros_like(terms), None, erase, b)), queries
+        terms, of_rows = terms + moved_up(_add_to_half(jnp.zeros_like(terms), erase, b, RIGHT)), queries
     else:
         of_rows = queries + erase
     if b is None:

@@ -227,10 +227,13 @@ def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
     branch, and the compiler moves no operation across it. Only the search for rows that are not finite needs it stored.
     """
     S = refs.state[heads]
-    if refs.pool is not None or prev.masks is not None:
-        return S
+    return S if refs.pool is not None or prev.masks is not None else or_initial(S, refs, prev, heads)
+
+
+def or_initial(S: jax.Array, refs: Any, chunk: StageChunk, heads: slice) -> jax.Array:
+    """Return the initial state of some heads where the chunk is the first one of its row, and S elsewhere."""
     start = empty_state(S.shape) if refs.initial_state is None else refs.initial_state[heads]
-    return jnp.where(prev.step.first == 1, start, S)
+    return jnp.where(chunk.step.first == 1, start, S)
 
 
 def run_backward(
