@@ -1,5 +1,6 @@
 """Layers of linear attention, as pure functions of hidden states and of plain trees of weights."""
 
+from chunkwise.layers.caches import Cache, empty_cache, empty_pool, read_cache, write_cache
 from chunkwise.layers.config import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
@@ -60,16 +61,7 @@ from chunkwise.layers.mlstm import (
     save_mlstm_layer,
 )
 from chunkwise.layers.moving import cache_from_bytes, cache_to_bytes
-from chunkwise.layers.running import (
-    Cache,
-    Step,
-    empty_cache,
-    empty_pool,
-    offload_policy,
-    read_cache,
-    remat_policy,
-    write_cache,
-)
+from chunkwise.layers.running import Step, offload_policy, remat_policy
 from chunkwise.layers.saving import save_checkpoint
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version

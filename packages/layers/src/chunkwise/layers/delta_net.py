@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, layer, mixing, parameters, running
+from chunkwise.layers import caches, config, layer, mixing, parameters, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 
 _OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)
@@ -120,7 +120,7 @@ def _save(w: GatedDeltaNetWeights, c: config.GatedDeltaNetConfig, model: str) ->
 
 def _mix(
     x, w: GatedDeltaNetWeights, config: config.GatedDeltaNetConfig, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
+) -> tuple[jax.Array, caches.Cache]:
     """Return the output of a gated DeltaNet for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
 from chunkwise.shared.kernels import tiles
 
@@ -95,7 +95,7 @@ def _save(w: GatedDeltaNet2Weights, c: config.GatedDeltaNet2Config, model: str) 
 
 def _mix(
     x, weights: GatedDeltaNet2Weights, config: config.GatedDeltaNet2Config, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
+) -> tuple[jax.Array, caches.Cache]:
     """Return the output of Gated DeltaNet 2 for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -127,7 +127,7 @@ def _mix(
         use_write_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
     y = norm.norm_heads(run, o, z, weights.norm, activation="sigmoid", eps=config.eps)
-    return running.project_out(y, weights.out, x), running.Cache(conv, state)
+    return running.project_out(y, weights.out, x), caches.Cache(conv, state)
 
 
 LAYER = layer.Definition(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkwise.layers import config, layer, mixing, parameters, running
+from chunkwise.layers import caches, config, layer, mixing, parameters, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
 
 _OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)
@@ -111,7 +111,7 @@ def _save(w: KimiDeltaAttentionWeights, c: config.KimiDeltaAttentionConfig, mode
 
 def _mix(
     x, w: KimiDeltaAttentionWeights, config: config.KimiDeltaAttentionConfig, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
+) -> tuple[jax.Array, caches.Cache]:
     """Return the output of Kimi delta attention for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from chunkwise.layers import config, parameters, running
+from chunkwise.layers import caches, config, parameters, running
 from chunkwise.shared.call import arguments, checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
 
@@ -32,11 +32,11 @@ class OverSequences(Protocol[Config, Weights]):
     """The signature of a layer over whole sequences, such as `gated_delta_net`."""
 
     def __call__(
-        self, x: jax.Array, weights: Weights, config: Config, cache: running.Cache | None = None,
+        self, x: jax.Array, weights: Weights, config: Config, cache: caches.Cache | None = None,
         output_cache: bool = False, *, cu_seqlens: jax.Array | None = None, segment_ids: jax.Array | None = None,
         padding_id: int = -1, implementation: str | None = None, sharding: arguments.Sharding | None = None,
         context_axis: str | tuple[str, ...] | None = None,
-    ) -> tuple[jax.Array, running.Cache | None]:  # fmt: skip
+    ) -> tuple[jax.Array, caches.Cache | None]:  # fmt: skip
         """Run the layer over whole sequences.
 
         Shapes: x, y [B, T, D]::
@@ -78,10 +78,10 @@ class OverStep(Protocol[Config, Weights]):
     """The signature of a layer over a serving step, such as `ragged_gated_delta_net`."""
 
     def __call__(
-        self, x: jax.Array, weights: Weights, config: Config, pool: running.Cache, step: running.Step, *,
+        self, x: jax.Array, weights: Weights, config: Config, pool: caches.Cache, step: running.Step, *,
         block_size: int | None = None, decode_tokens: int | None = None, implementation: str | None = None,
         sharding: arguments.Sharding | None = None,
-    ) -> tuple[jax.Array, running.Cache]:  # fmt: skip
+    ) -> tuple[jax.Array, caches.Cache]:  # fmt: skip
         """Run the layer over a serving step.
 
         Shapes: x, y [1, T, D]::
@@ -188,7 +188,7 @@ class Definition(Generic[Config, Weights]):
     load: Callable[[parameters.Checkpoint, Config], Weights]
     save: Callable[[Weights, Config, str], dict[str, Any]]
     models: tuple[str, ...]
-    mix: Callable[[jax.Array, Weights, Config, running.Run], tuple[jax.Array, running.Cache]]
+    mix: Callable[[jax.Array, Weights, Config, running.Run], tuple[jax.Array, caches.Cache]]
 
     @functools.cached_property
     def over_sequences(self) -> OverSequences[Config, Weights]:

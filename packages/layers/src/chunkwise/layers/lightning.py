@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
@@ -71,7 +71,7 @@ def _decay(config: config.LightningAttentionConfig) -> jax.Array:
 
 def _mix(
     x, w: LightningAttentionWeights, config: config.LightningAttentionConfig, run: running.Run
-) -> tuple[jax.Array, running.Cache]:
+) -> tuple[jax.Array, caches.Cache]:
     """Return the output of lightning attention for hidden states, and its cache after them.
 
     For training, prefill and decode. In value head h, counted from 0::
@@ -95,7 +95,7 @@ def _mix(
     z = running.project(x, w.z)
     o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=_decay(config), scale=1.0)
     y = norm.norm_groups(run, o, z, w.norm, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
-    return running.project_out(y, w.out, x), running.Cache((), state)
+    return running.project_out(y, w.out, x), caches.Cache((), state)
 
 
 LAYER = layer.Definition(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.kernels import gate_activation
 
@@ -117,7 +117,7 @@ def _project(x, w: Mamba2Weights, c: config.Mamba2Config) -> list[jax.Array]:
     return projected
 
 
-def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, running.Cache]:
+def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> tuple[jax.Array, caches.Cache]:
     """Return the output of Mamba-2's mixer for hidden states, and its cache after them.
 
     For training, prefill and decode. In every value head::
@@ -148,7 +148,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
         first = config.norm == "before"
         y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
     y = running.project_out(y, w.out, x)
-    return running.with_bias(y, w.out_bias) if config.out_bias else y, running.Cache(conv, state)
+    return running.with_bias(y, w.out_bias) if config.out_bias else y, caches.Cache(conv, state)
 
 
 LAYER = layer.Definition(

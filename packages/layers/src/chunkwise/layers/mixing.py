@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import config, norm, running
+from chunkwise.layers import caches, config, norm, running
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Slots
@@ -31,8 +31,8 @@ _VALUES = partition.Layout(
 # How the arguments of a mixer are split, in letters of `_VALUES`: the cache, the arrays of a step, the arrays of
 # `one_after_the_other`, A_log and dt_bias. Then the results.
 _CACHE: Any = "b.n", "bn"
-_LETTERS = (running.Cache(*_CACHE), "", ("btn", "n", "btn", "btn", "btn", ""), "n", "n")
-_RESULTS = ("btn", running.Cache(*_CACHE))
+_LETTERS = (caches.Cache(*_CACHE), "", ("btn", "n", "btn", "btn", "btn", ""), "n", "n")
+_RESULTS = ("btn", caches.Cache(*_CACHE))
 
 
 def delta_rule(run: running.Run, x: jax.Array) -> Callable[..., running.Mixed]:
@@ -69,7 +69,7 @@ def one_after_the_other(
         use_beta_sigmoid_in_kernel=True, **gates,
     )  # fmt: skip
     kept: Any = tuple(after for _, after in pairs)
-    return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), running.Cache(kept, state)
+    return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), caches.Cache(kept, state)
 
 
 def over_step(
@@ -97,7 +97,7 @@ def over_step(
     )  # fmt: skip
     # A pool is returned as it came.
     state = after if pool is run.pool.state else after.states
-    return o.reshape(1, -1, config.HV, config.V), running.Cache(conv, state)
+    return o.reshape(1, -1, config.HV, config.V), caches.Cache(conv, state)
 
 
 def over_token(
@@ -115,7 +115,7 @@ def over_token(
         mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
         boundaries = jnp.arange(slots.num_decodes + 1, dtype=jnp.int32)
         o, conv, pool = launch.launch(mixer, cache.conv, StatePool(cache.state), boundaries, slots)
-        return o.reshape(-1, 1, config.HV, config.V), running.Cache(conv, pool.states)
+        return o.reshape(-1, 1, config.HV, config.V), caches.Cache(conv, pool.states)
 
     if (division := _find_division(run, config, arrays)) is None:
         cache: Any = run.cache

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer, norm, parameters, running
 from chunkwise.pipeline import chunk_mlstm, recurrent_mlstm
 
 
@@ -87,7 +87,7 @@ def _save(w: MlstmLayerWeights, c: config.MlstmLayerConfig, model: str) -> dict[
 
 def _mix(
     x, w: MlstmLayerWeights, config: config.MlstmLayerConfig, run: running.Run
-) -> tuple[jax.Array, running.Cache]:  # fmt: skip
+) -> tuple[jax.Array, caches.Cache]:  # fmt: skip
     """Return the output of the mLSTM layer for hidden states, and its cache after them.
 
     For training, prefill and decode. In value head h::
@@ -117,7 +117,7 @@ def _mix(
     y = norm.norm_groups(
         run, centred.astype(o.dtype), z, w.norm, config.HV, activation="sigmoid", norm_before_gate=True, eps=config.eps
     )
-    return running.project_out(y, w.out, x), running.Cache((), state)
+    return running.project_out(y, w.out, x), caches.Cache((), state)
 
 
 LAYER = layer.Definition(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import config, running
+from chunkwise.layers import caches, config
 from chunkwise.shared.call import checks
 
 # The first bytes, with the version of the format; then the length of the header, the header, the arrays, the checksum.
@@ -24,7 +24,7 @@ def _described(config: config.LayerConfig) -> dict[str, str]:
     return {"layer": type(config).__name__} | {name: repr(x) for name, x in dataclasses.asdict(config).items()}
 
 
-def cache_to_bytes(cache: running.Cache, config: config.LayerConfig) -> bytes:
+def cache_to_bytes(cache: caches.Cache, config: config.LayerConfig) -> bytes:
     """Return the cache of n sequences as bytes: a header with the sizes and types, the arrays, and a checksum.
 
     Args:
@@ -42,7 +42,7 @@ def cache_to_bytes(cache: running.Cache, config: config.LayerConfig) -> bytes:
     return whole + hashlib.sha256(whole).digest()
 
 
-def cache_from_bytes(data: bytes, config: config.LayerConfig) -> running.Cache:
+def cache_from_bytes(data: bytes, config: config.LayerConfig) -> caches.Cache:
     """Return the cache of n sequences that `cache_to_bytes` has made bytes of, with arrays of numpy.
 
     Args:
@@ -74,18 +74,18 @@ def cache_from_bytes(data: bytes, config: config.LayerConfig) -> running.Cache:
         size = math.prod(shape) * kind.itemsize
         arrays.append(np.frombuffer(whole[end : end + size], kind).reshape(shape))
         end += size
-    structure = jax.tree.structure(jax.eval_shape(lambda: running.empty_cache(config, 1)))
+    structure = jax.tree.structure(jax.eval_shape(lambda: caches.empty_cache(config, 1)))
     fits = len(arrays) == structure.num_leaves
     checks.check(fits, f"`data` must have {structure.num_leaves} arrays; got {len(arrays)}.")
     return _checked("data", structure.unflatten(arrays), config)
 
 
-def _checked(name: str, cache: Any, config: config.LayerConfig) -> running.Cache:
+def _checked(name: str, cache: Any, config: config.LayerConfig) -> caches.Cache:
     """Return a cache, whose arrays must have the sizes of a config and as many sequences."""
-    running.check_is_cache(name, cache)
+    caches.check_is_cache(name, cache)
     n = config.check_state(f"{name}.state", cache.state)
     wanted, have = len(config.channels), len(cache.conv)
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
     for i, (x, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
         checks.check_array(f"{name}.conv[{i}]", x, "n W-1 C", (n, config.W - 1, channels))
-    return running.Cache(tuple(cache.conv), cache.state)
+    return caches.Cache(tuple(cache.conv), cache.state)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import arrays, running
+from chunkwise.layers import arrays, caches, running
 from chunkwise.shared.call import checks
 from chunkwise.shared.serving import state_pool
 
@@ -84,7 +84,7 @@ def check_input(x, config, run: running.Run) -> None:
             f"{name}.conv[{i}]", conv, "N W-1 C", (None if pooled else have_states, config.W - 1, channels)
         )
     if isinstance(run, running.Serving) and pool.replay:
-        running.check_conv_slots(cache, run.decode_tokens or 1)
+        caches.check_conv_slots(cache, run.decode_tokens or 1)
 
 
 @functools.cache

@@ -6,7 +6,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.layers import config, delta_net, delta_net2, division, kimi, layer, lightning, mamba2, mlstm, running
+from chunkwise.layers import (
+    caches,
+    config,
+    delta_net,
+    delta_net2,
+    division,
+    kimi,
+    layer,
+    lightning,
+    mamba2,
+    mlstm,
+)
 from chunkwise.shared.call import checks
 
 _MODULES = delta_net, delta_net2, kimi, mamba2, lightning, mlstm
@@ -25,7 +36,7 @@ class Shardings(NamedTuple):
 
     weights: Any
     x: PartitionSpec
-    cache: running.Cache
+    cache: caches.Cache
     values: PartitionSpec
 
 
@@ -56,7 +67,7 @@ def shardings(
     return Shardings(
         *jax.tree.map(
             letters.spec,
-            (found.weights(**found.split(config)), "bt.", running.Cache(conv, config.state_letters), "btn."),
+            (found.weights(**found.split(config)), "bt.", caches.Cache(conv, config.state_letters), "btn."),
         )
     )
 
