@@ -14,8 +14,6 @@ from rich.console import Console
 from benchmarks import (
     accuracy,
     bench,
-    calibrate,
-    compile_times,
     composed,
     decode_mixer,
     figures,
@@ -31,11 +29,9 @@ from benchmarks import (
     tpu,
     tpu_peers,
 )
-from benchmarks.block import BLOCKS
 from benchmarks.cases import CASES
 from benchmarks.mixer import MIXERS
 from benchmarks.saved import merged
-from benchmarks.scans import SCANS
 from chunkwise import pipeline
 from chunkwise.command import info
 from chunkwise.command.models import Layer
@@ -69,21 +65,16 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    add_cases(one, CASES | MIXERS | BLOCKS | composed.CASES)
+    add_cases(one, CASES | MIXERS | composed.CASES)
     one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
     one.add_argument("--program", action="append", choices=list(gpu.PROGRAMS), help="may be repeated")
-    one = commands.add_parser("calibrate", parents=[saved], help="estimates of peers, fitted to their published times")
-    one.add_argument("--peer", action="append", choices=calibrate.peers(), help="may be repeated")
-    one.add_argument("--tokens", type=int, help="to compile a sequence for that is not packed; the rest is scaled")
-    one.add_argument("--timeout", type=float, default=1500, help="seconds for one compilation")
     one = commands.add_parser("scale", parents=[sizes, saved], help="an estimate of operators divided over devices")
     add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
     one.add_argument("--topology", action="append", required=True, help="of TPUs, as v5p:2x2x2, with tokens each")
     one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
     one.add_argument("--profile", action="store_true", help="cycles of a forward too, of every launch by itself")
-    one.add_argument("--scan", action="append", choices=list(SCANS), help="the scan over a topology's devices alone")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("step", parents=[timed, saved], help="a serving step of decodes and prefills")
     add_cases(
@@ -102,10 +93,6 @@ def parse(arguments=None) -> argparse.Namespace:
         help="of sequences; may be repeated",
     )
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
-    one = commands.add_parser("compile", parents=[saved], help="processor time of compilations; needs no TPU")
-    one.add_argument("--tokens", type=int, default=8192, help="of a layer")
-    one.add_argument("--chip", choices=list(CHIPS), default="v6e")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("bench", parents=[saved], help="KDA at the shapes of a public bench, beside its times")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
@@ -143,7 +130,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | MIXERS | BLOCKS | composed.CASES)[name]
+        case = (CASES | MIXERS | composed.CASES)[name]
         for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
             yield name, case, T, label
@@ -177,8 +164,6 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             program = gpu.PROGRAMS[name]
             label = {"program": name, "operator": program.layer.operator, "pass": program.kind, "T": program.T}
             yield name, label | {"HV": program.layer.HV}, lambda program=program: [gpu.measure(program)]
-    elif options.command == "calibrate":
-        yield from calibrate.jobs(options.peer or calibrate.peers(), options.tokens, options.timeout)
     elif options.command == "scale":
         yield from scale_jobs(options, options.implementation)
     elif options.command == "step":
@@ -190,11 +175,6 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                     about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
                     label = {"case": case, "mixture": mixture, "chip": chip}
                     yield f"{case}, {mixture}, {chip}", label, lambda a=about: [decode_mixer.estimate(*a)]
-    elif options.command == "compile":
-        for program in compile_times.programs():
-            label = program | {"chip": options.chip}
-            run = lambda a=(program, options.tokens, options.chip): [compile_times.measure(*a, options.timeout)]
-            yield ", ".join(program.values()), label, run
     elif options.command == "bench":
         for sequences, T in bench.PUBLISHED_MS:
             label = {"sequences": sequences, "T": T}
@@ -223,10 +203,7 @@ def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -
     """Yield the jobs of `scale`."""
     for name, case, T, label in shapes(options):
         for topology in options.topology:
-            for scan in options.scan or ():
-                run = lambda a=(case, scan, topology, options.timeout): scale.measure_scan(*a)
-                yield f"{scan}, {topology}", {"case": name, "topology": topology, "scan": scan}, run
-            for implementation in () if options.scan else implementations or ["fused"]:
+            for implementation in implementations or ["fused"]:
                 run = lambda a=(case, implementation, topology, T, options.total): scale.measure(
                     *a, options.backward, options.profile, options.timeout
                 )
@@ -304,8 +281,6 @@ def main(arguments=None) -> int:
             progress.advance(task)
     for part in scale.parts(rows) if options.command == "scale" else [rows]:
         show(part, console)
-    if options.command == "calibrate":
-        console.print(*calibrate.sentences(rows), sep="\n")
     if options.json:
         save(options, rows)
     return int(any(row.get("correct") is False or row.get("within") is False for row in rows))

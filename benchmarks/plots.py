@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.scans import SCANS
+from benchmarks.scale import SCANS
 
 
 def _groups(rows: Iterable[dict], *keys: str) -> dict[str, list[dict]]:

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from unittest import mock
 
 from benchmarks import tpu
-from benchmarks.scans import SCANS
 from chunkwise.command.models import Layer
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 from tests.compiled import COLLECTIVE, traffic
 
 MIB = 2**20
+# The scans over devices: those of the library, and a ring, which it does not have.
+SCANS = ("all_gather", "all_to_all", "doubling", "ring")
 
 
 def map_bytes(case: Layer) -> tuple[int, int]:
@@ -153,43 +154,6 @@ def _memory(program) -> dict:
     }
 
 
-def estimate_scan(case: Layer, scan: str, topology: str) -> dict:
-    """Compile one scan of a case's affine maps alone for all devices of a topology; call in a fresh process only."""
-    from chunkwise.shared.testing import tpu as compiler
-
-    compiler.setup()
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from chunkwise.shared.plain.affine_scan import AffineMap
-
-    mesh, P = _mesh(topology, True), PartitionSpec
-    D, decay = mesh.size, (case.K, 1) if case.table.per_channel else (1, 1)
-    shapes = {"M": (case.K, case.K) if case.table.delta else decay, "N": (case.K, case.V), "S": (case.K, case.V)}
-    rows = {"M": D, "N": D, "S": 1}
-    specs = {
-        n: jax.ShapeDtypeStruct(
-            (rows[n], case.HV, *shape), jnp.float32, sharding=NamedSharding(mesh, P(None if n == "S" else "x"))
-        )
-        for n, shape in shapes.items()
-    }
-    run = jax.shard_map(
-        lambda M, N, S: SCANS[scan](AffineMap(M, N), S, "x", False),
-        mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"), check_vma=False,
-    )  # fmt: skip
-    start = time.perf_counter()
-    program = jax.jit(run).trace(specs["M"], specs["N"], specs["S"]).lower().compile()
-    text = program.as_text()
-    return {
-        "devices": D,
-        "formula_mib": scan_bytes(case, scan, D) / MIB,
-        **_sent(text, D),
-        **_memory(program),
-        "compile_s": time.perf_counter() - start,
-    }
-
-
 def count(topology: str) -> dict:
     """Return how many devices a topology has; call in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
@@ -199,13 +163,8 @@ def count(topology: str) -> dict:
 
 
 def _in_process(call: str, timeout: float) -> dict:
-    code = f"from benchmarks.scale import Layer, count, estimate, estimate_launch, estimate_scan; {call}"
+    code = f"from benchmarks.scale import Layer, count, estimate, estimate_launch; {call}"
     return tpu.first_result([code], timeout)
-
-
-def measure_scan(case: Layer, scan: str, topology: str, timeout: float) -> list[dict]:
-    """Return the row of a scan alone, compiled in a process of its own."""
-    return [_in_process(f"estimate_scan({case!r}, {scan!r}, {topology!r})", timeout)]
 
 
 def measure(

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import regions, tpu_peers
-from benchmarks.block import Block
 from benchmarks.composed import Composed
 from benchmarks.mixer import Mixer
 from benchmarks.turns import Turns, turns_of
@@ -194,7 +193,7 @@ def can_run(case, implementation: str, backward: bool) -> bool:
     if implementation == "mixed":
         return isinstance(case, Mixer)
     if implementation in tpu_peers.PEERS:
-        return not isinstance(case, Block) and tpu_peers.PEERS[implementation].has(case, backward)
+        return tpu_peers.PEERS[implementation].has(case, backward)
     return True
 
 
@@ -205,7 +204,7 @@ def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool,
     """
     arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
     codes = [
-        f"from benchmarks.tpu import Block, Composed, Layer, Mixer, estimate; estimate({arguments}, {x})"
+        f"from benchmarks.tpu import Composed, Layer, Mixer, estimate; estimate({arguments}, {x})"
         for x in dict.fromkeys((profile, False))
     ]
     return first_result(codes, timeout)

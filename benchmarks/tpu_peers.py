@@ -47,57 +47,20 @@ def on_a_tpu() -> Iterator[None]:
         yield
 
 
-def with_backward(fn: Callable, specs: list, o: ShapeDtypeStruct) -> tuple[Callable, list]:
-    """Return a function that returns the gradients of fn's inputs, and its shapes; the cotangent comes first."""
-    return lambda do, *x: jax.vjp(fn, *x)[1](do), [o, *specs]
-
-
-def tokamax_kda(heads: int, T: int, raw: bool, K: int = 128) -> tuple[Callable, list]:
-    """Return tokamax's KDA and its shapes, in tokamax's layout; if `raw`, it applies the gate law and unit lengths."""
+def _tokamax_kda(heads: int, T: int, K: int) -> tuple[Callable, list]:
+    """Return tokamax's KDA and its shapes, in tokamax's layout."""
     from tokamax._src.ops.kda import pallas_mosaic_tpu as kda
 
     op = kda.PallasMosaicTpuKimiDeltaAttention().replace(bypass_device_check=True)
-    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
-    tokens, scalars = spec(heads, 1, T, K, dtype=jnp.bfloat16), (heads, 1, T)
-    specs = [tokens, tokens, tokens, spec(*scalars, K), spec(*scalars)]
-    if raw:
-        specs = [*[tokens] * 4, spec(*scalars, dtype=jnp.bfloat16), spec(heads), spec(heads * K)]
-
-    def fn(q, k, v, g, beta, *parameters):
-        options = {}
-        if raw:
-            options = dict(zip(("a_log", "delta_time_bias"), parameters, strict=True))
-            options |= {"use_qk_l2norm": True, "use_gate_in_kernel": True, "lower_bound": -5.0}
-        return op(q, k, v, g, beta, scale=K**-0.5, **options)[0]
-
-    return fn, specs
-
-
-def sglang_kda(heads: int, T: int, sequences: int, K: int = 128) -> tuple[Callable, list]:
-    """Return sglang-jax's KDA over packed sequences of T tokens, which applies the gate law, and its shapes."""
-    from sgl_jax.srt.kernels.kda.kda import chunk_kda_fwd
-
-    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
-    total = sequences * T
-    tokens = spec(1, total, heads, K, dtype=jnp.bfloat16)
-    specs = [
-        tokens, tokens, tokens, spec(1, total, heads, K), spec(1, total, heads), spec(sequences, heads, K, K),
-        spec(sequences + 1, dtype=jnp.int32), spec(heads), spec(heads, K),
-    ]  # fmt: skip
-
-    def fn(q, k, v, g, beta, states, cu_seqlens, A_log, dt_bias):
-        return chunk_kda_fwd(
-            q, k, v, g, beta, scale=K**-0.5, initial_state=states, output_final_state=True, cu_seqlens=cu_seqlens,
-            lower_bound=-5.0, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
-        )[0]  # fmt: skip
-
-    return fn, specs
+    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct((heads, 1, T, *shape), dtype)
+    specs = [*[spec(K, dtype=jnp.bfloat16)] * 3, spec(K), spec()]
+    return lambda *x: op(*x, scale=K**-0.5)[0], specs
 
 
 def _tokamax(case, T: int, backward: bool) -> tuple[Callable, list]:
     """Return tokamax's kernel for the same layer; its gated delta rule is fused with the convolution before it."""
     if case.operator == "kda":
-        return tokamax_kda(case.HV, T, raw=False)
+        return _tokamax_kda(case.HV, T, case.K)
     from tokamax._src.ops.causal_conv1d_gated_delta_rule import arg_specs, pallas_mosaic_tpu
 
     op = pallas_mosaic_tpu.PallasMosaicTpuCausalConv1dGatedDeltaRule()
@@ -110,26 +73,21 @@ def _tokamax(case, T: int, backward: bool) -> tuple[Callable, list]:
     return lambda *x: op.replace(bypass_device_check=True)(**dict(zip(names, x, strict=True)), **sizes), specs
 
 
-def deltanet(name: str, H: int, HV: int, T: int, backward: bool, dtype=jnp.float32) -> tuple[Callable, list]:
-    """Return a function of deltanet-tpu, whose products have bfloat16 operands for all tensors, and its shapes."""
-    import deltanet_tpu
-
-    fn = getattr(deltanet_tpu, name)
-    spec = lambda *tail, dtype=dtype: ShapeDtypeStruct((1, T, *tail), dtype)
-    q, v = spec(H, 128), spec(HV, 128)
-    specs = {
-        "chunk_gdn": [q, q, v, spec(HV, dtype=jnp.float32), spec(HV)],
-        "chunk_kda": [q, q, v, spec(H, 128, dtype=jnp.float32), spec(HV)],
-        # The last two are erase and write gates.
-        "chunk_gdn2": [q, q, v, spec(H, 128, dtype=jnp.float32), q, v],
-    }[name]
-    return with_backward(fn, specs, v) if backward else (fn, specs)
-
-
 def _deltanet(case, T: int, backward: bool) -> tuple[Callable, list]:
     """Return deltanet-tpu's kernels for the same layer, with bfloat16 tensors, as for ours."""
-    name = "chunk_gdn" if case.operator == "gated_delta_rule" else f"chunk_{case.operator}"
-    return deltanet(name, case.H, case.HV, T, backward, jnp.bfloat16)
+    import deltanet_tpu
+
+    fn = getattr(deltanet_tpu, "chunk_gdn" if case.operator == "gated_delta_rule" else f"chunk_{case.operator}")
+    spec = lambda *tail, dtype=jnp.bfloat16: ShapeDtypeStruct((1, T, *tail), dtype)
+    q, v = spec(case.H, 128), spec(case.HV, 128)
+    specs = {
+        "gated_delta_rule": [q, q, v, spec(case.HV, dtype=jnp.float32), spec(case.HV)],
+        "kda": [q, q, v, spec(case.H, 128, dtype=jnp.float32), spec(case.HV)],
+        # The last two are erase and write gates.
+        "gdn2": [q, q, v, spec(case.H, 128, dtype=jnp.float32), q, v],
+    }[case.operator]
+    # The cotangent comes first.
+    return (lambda do, *x: jax.vjp(fn, *x)[1](do), [v, *specs]) if backward else (fn, specs)
 
 
 def _flywheel(case, T: int, backward: bool) -> tuple[Callable, list]:
@@ -164,11 +122,6 @@ PEERS = {
     "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True, operators=("gated_delta_rule", "kda", "gdn2")),
     "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False, counted=False),
 }
-
-
-def is_installed(name: str) -> bool:
-    """Return whether a peer can be imported; the last peer is only for `calibrate`."""
-    return importlib.util.find_spec({"sglang-jax": "sgl_jax"}.get(name) or PEERS[name].module) is not None
 
 
 def installed() -> list[str]:

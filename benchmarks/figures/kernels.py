@@ -1,6 +1,5 @@
 """Figures of kernels on TPUs that are not here: what their compiler says, and the times that a formula makes of it."""
 
-from benchmarks import compile_times as compilations
 from benchmarks import decode_mixer
 from benchmarks.figures.serving import MIXTURES
 from benchmarks.figures.tables import (
@@ -223,7 +222,7 @@ def compile_times() -> str:
 
     columns = {"program, v6e": lambda row: names[row["case"]], "forward, s; tokamax's": seconds("forward")}
     columns |= {"both directions, s; tokamax's": seconds("forward+backward")}
-    return table([{"case": case} for case in compilations.LAYERS], columns)
+    return table([{"case": case} for case in dict.fromkeys(x["case"] for x in rows if x["way"] in PASSES)], columns)
 
 
 @block
@@ -237,7 +236,7 @@ def compile_steps() -> str:
         case = decode_mixer.MIXERS[row["case"]]
         return f"whole mixer of decodes or prefills: {TITLES[case.operator]}, {case.H} / {case.HV} heads"
 
-    lines = [x for way in (*compilations.STEPS, "decodes") for x in rows if x["way"] == way]
+    lines = [x for x in rows if x["way"] not in PASSES]
     return table(lines, {"serving step, v6e": program, "s": count("compile_cpu_s")})
 
 

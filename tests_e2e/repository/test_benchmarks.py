@@ -172,27 +172,6 @@ def test_the_cost_of_a_mixer_is_that_of_its_parts():
             assert 0 < one < both
 
 
-def test_a_block_of_a_model():
-    """Its cost is that of the operator and of two flops for each weight and token, three times as many backward."""
-    from benchmarks.block import Block
-    from benchmarks.tpu import can_run, ours
-
-    T, sizes = 64, dict(H=1, HV=2, K=8, V=8)
-    block, operator = Block("gated_delta_rule", **sizes, D=32, F=48), Layer("gated_delta_rule", **sizes)
-    weights = 32 * (2 * 8 + 2 * 16 + 2 * 2 + 16) + 4 * (2 * 8 + 16) + 2 * 2 + 8 + 2 * 32 + 3 * 32 * 48
-    for backward, times in ((False, 1), (True, 3)):
-        flops, moved = block.cost(T, jnp.bfloat16, backward)
-        assert flops == operator.cost(T, jnp.bfloat16, backward)[0] + times * 2 * T * weights
-        assert moved == 2 * (1 + backward) * (weights + 2 * T * 32)
-    function, arguments = ours(block, "xla", T, True, None)
-    gradients = jax.eval_shape(function, *arguments)
-    assert {name.removeprefix("d"): x.shape for name, x in gradients.items()} == {
-        name: x.shape for name, x in arguments[0].items()
-    }
-    assert can_run(block, "fused", True)
-    assert not can_run(block, "tokamax", False)
-
-
 def test_no_ratio_without_correctness(run, monkeypatch):
     from chunkwise.command import models
 

@@ -1,7 +1,7 @@
 """The time of a program on a chip, from the TPU compiler's estimate.
 
-The formula is a fit: `python -m benchmarks calibrate` compiles kernels of other libraries, whose authors publish their
-times on real chips, and docs/hardware.md has the points and the fit. The time of a program on the device is
+The formula is a fit to kernels of other libraries, whose authors publish their times on real chips.
+docs/hardware.md has the points and the fit. The time of a program on the device is
 
     FACTOR (bundles + cycles of operations outside of kernels) / clock + STEP_US (steps of all grids),
 
