@@ -9,26 +9,34 @@ from chunkwise.layers import (
     Cache,
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    Rwkv7AttentionConfig,
     gated_delta_net,
     gated_delta_net2,
+    gated_delta_product,
     init_gated_delta_net,
     init_gated_delta_net2,
+    init_gated_delta_product,
     init_kimi_delta_attention,
     init_lightning_attention,
     init_mamba2_mixer,
+    init_rwkv7_attention,
     kimi_delta_attention,
     lightning_attention,
     mamba2_mixer,
     ragged_gated_delta_net,
     ragged_gated_delta_net2,
+    ragged_gated_delta_product,
     ragged_kimi_delta_attention,
     ragged_lightning_attention,
     ragged_mamba2_mixer,
+    ragged_rwkv7_attention,
+    rwkv7_attention,
 )
-from chunkwise.shared.testing import conv_norm_oracle
+from chunkwise.shared.testing import conv_norm_oracle, definitions
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import law_reference
 
@@ -42,6 +50,15 @@ class Layer(NamedTuple):
     init: object
     run: object
     ragged: object
+
+
+def without_values(function):
+    """Return a layer of RWKV-7, the first one, without its third result, the values for other layers."""
+
+    def run(*arguments, **options):
+        return function(*arguments, **options)[:2]
+
+    return run
 
 
 LAYERS = {
@@ -67,6 +84,14 @@ LAYERS = {
     "lightning_attention": Layer(
         LightningAttentionConfig(**SIZES, layer=1, layers=3),
         init_lightning_attention, lightning_attention, ragged_lightning_attention,
+    ),
+    "gated_delta_product": Layer(
+        GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True),
+        init_gated_delta_product, gated_delta_product, ragged_gated_delta_product,
+    ),
+    "rwkv7_attention": Layer(
+        Rwkv7AttentionConfig(**SIZES | dict(H=4), R_decay=5, R_rate=6, R_gate=7),
+        init_rwkv7_attention, without_values(rwkv7_attention), without_values(ragged_rwkv7_attention),
     ),
 }  # fmt: skip
 
@@ -96,6 +121,8 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
     """Return y and the cache after a layer, in float64."""
     c = LAYERS[name].config
     x, w = np.asarray(x, np.float64), jax.tree.map(lambda y: np.asarray(y, np.float64), w)
+    if name in BY_COMPOSITION:
+        return BY_COMPOSITION[name](c, x, w, cache, packing)
     heads, state = (c.H, c.H, c.HV), None if cache is None else cache.state
     by_head = lambda y, count: y.reshape(*x.shape[:2], count, -1)
     projected, conv, options = [x @ w.q, x @ w.k, x @ w.v], [], packing | dict(initial_state=state)
@@ -143,3 +170,66 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
         o, state = reference(q, k, v, g_gamma=-slope, scale=1.0, **options)
         y = conv_norm_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
     return y.reshape(*x.shape[:2], -1) @ w.out, Cache(tuple(conv), state)
+
+
+def convolve(projected: list, weights, cache: Cache | None, packing: dict, name: str | None = "silu"):
+    """Return convolutions, and what a cache keeps of them."""
+    before = (None,) * len(projected) if cache is None else cache.conv
+    run = conv_norm_oracle.causal_conv1d
+    pairs = [run(y, w, None, y0, name=name, **packing) for y, w, y0 in zip(projected, weights, before, strict=True)]
+    return [y for y, _ in pairs], tuple(last for _, last in pairs)
+
+
+def define(step, x: dict, cache: Cache | None, packing: dict, **options):
+    """Return the output and the states of an operator by its definition."""
+    states = {} if cache is None else dict(initial_state=cache.state)
+    return definitions.reference(step, x | states, **options, **packing)[:2]
+
+
+def gated_delta_product_oracle(c: GatedDeltaProductConfig, x, w, cache: Cache | None, packing: dict):
+    """Gated DeltaProduct: the n keys, values and step sizes of a token follow one another."""
+    (B, T, _), n = x.shape, c.num_householder
+    steps = lambda arrays, *size: np.stack(arrays, axis=2).reshape(B, T * n, *size)
+    (q, *others), conv = convolve([x @ y for y in (w.q, *w.k, *w.v)], w.conv, cache, packing)
+    a = x @ w.a if c.forget_gate else np.zeros((B, T, c.HV))
+    law, b = (w.A_log, w.dt_bias) if c.forget_gate else (np.zeros(c.HV),) * 2, steps([x @ y for y in w.b], c.HV)
+    decays = law_reference(a, np.zeros_like(a), *law)[0]["g"] if c.forget_gate else a
+    rates = law_reference(b, b, np.zeros(c.HV), np.zeros(c.HV), allow_neg_eigval=c.allow_neg_eigval)[0]["beta"]
+    named = dict(q=q.reshape(B, T, c.H, c.K), k=steps(others[:n], c.H, c.K), v=steps(others[n:], c.HV, c.V))
+    o, state = define(
+        definitions.gated_delta_product,
+        named | dict(g=decays, beta=rates),
+        cache,
+        packing,
+        use_qk_l2norm_in_kernel=True,
+    )
+    y = conv_norm_oracle.rms_norm_gated(o, (x @ w.z).reshape(o.shape), w.norm, eps=c.eps)
+    return y.reshape(B, T, -1) @ w.out, Cache(conv, state)
+
+
+def rwkv7_oracle(c: Rwkv7AttentionConfig, x, w, cache: Cache | None, packing: dict, v_first=None):
+    """RWKV-7, whose first layer takes no values of another."""
+    (B, T, D), sigmoid = x.shape, lambda y: 1 / (1 + np.exp(-y))
+    heads = lambda y: y.reshape(*y.shape[:-1], c.H, -1)
+    (before,), conv = convolve([x], [np.array([[1.0, 0.0]] * D)], cache, packing, None)
+    xr, xw, xk, xv, xa, xg = (x + (before - x) * mix for mix in w.mix)
+    gk = -np.exp(-0.5) * sigmoid(np.tanh(xw @ w.decay[0]) @ w.decay[1] + w.decay_bias)
+    rate = sigmoid(xa @ w.rate[0] @ w.rate[1] + w.rate_bias)
+    k, v = xk @ w.k, heads(xv @ w.v)
+    if v_first is not None:
+        v = v + (v_first - v) * heads(sigmoid(xv @ w.first[0] @ w.first[1] + w.first_bias))
+    removed = heads(k * w.k_k)
+    removed = removed / np.linalg.norm(removed, axis=-1, keepdims=True)
+    named = dict(q=heads(xr @ w.r), k=heads(k * (1 + (rate - 1) * w.k_a)), v=v, a=-removed, b=removed * heads(rate))
+    o, state = define(definitions.dplr_delta_rule, named | dict(gk=heads(gk)), cache, packing, scale=1.0)
+    o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + c.eps)
+    y = o * heads(w.norm) + heads(w.norm_bias)
+    y = y + np.sum(named["q"] * named["k"] * w.r_k, axis=-1, keepdims=True) * v
+    y = y.reshape(B, T, -1) * (sigmoid(xg @ w.gate[0]) @ w.gate[1])
+    valid = np.zeros((B, T, 1))
+    for each in conv_norm_oracle.sequences(B, T, **packing):
+        valid[each.row, each.start : each.end] = 1
+    return y @ w.out * valid, Cache(conv, state)
+
+
+BY_COMPOSITION = {"gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle}

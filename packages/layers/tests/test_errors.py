@@ -12,9 +12,11 @@ from chunkwise import layers
 from chunkwise.layers import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    Rwkv7AttentionConfig,
     Step,
     empty_cache,
     gated_delta_net,
@@ -63,6 +65,12 @@ def weights():
             "`layer` must be a whole number; got 1.5",
         ),
         (lambda: LightningAttentionConfig(8, 2, 4, 4, 4, layer=2, layers=2), "`layer` must be from 0 to 1; got 2"),
+        (lambda: GatedDeltaProductConfig(8, 2, 4, 4, 4, num_householder=0), "`num_householder` must be a whole number"),
+        (lambda: GatedDeltaProductConfig(8, 2, 4, 4, 4, forget_gate=None), "`forget_gate` must be True or False"),
+        (lambda: Rwkv7AttentionConfig(8, 2, 4, 4, 4), "`HV` must be `H`; got 4 and 2"),
+        (lambda: Rwkv7AttentionConfig(8, 2, 2, 4, 4, W=4), "`W` must be 2, the tokens of a token shift; got 4"),
+        (lambda: Rwkv7AttentionConfig(8, 2, 2, 4, 4, R_gate=0), "`R_gate` must be a whole number above 0; got 0"),
+        (lambda: Rwkv7AttentionConfig(8, 2, 2, 4, 4, R_first=0), "`R_first` must be None or above 0; got 0"),
     ],
 )
 def test_config(make, message):
@@ -101,7 +109,15 @@ def test_value_heads_of_kimi():
 
 @pytest.mark.parametrize(
     "kind",
-    [GatedDeltaNetConfig, GatedDeltaNet2Config, KimiDeltaAttentionConfig, Mamba2Config, LightningAttentionConfig],
+    [
+        GatedDeltaNetConfig,
+        GatedDeltaNet2Config,
+        KimiDeltaAttentionConfig,
+        Mamba2Config,
+        LightningAttentionConfig,
+        GatedDeltaProductConfig,
+        Rwkv7AttentionConfig,
+    ],
 )
 def test_configs_describe_their_sizes(kind):
     described = re.findall(r"^ +(\w+(?:, \w+)*):", kind.__doc__, re.MULTILINE)

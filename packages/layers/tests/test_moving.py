@@ -10,10 +10,12 @@ import pytest
 from chunkwise.layers import (
     Cache,
     GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
     MlstmLayerConfig,
+    Rwkv7AttentionConfig,
     cache_from_bytes,
     cache_to_bytes,
     empty_cache,
@@ -27,6 +29,7 @@ CONFIG = GatedDeltaNetConfig(D=8, H=1, HV=2, K=4, V=4)
 CONFIGS = [
     CONFIG, KimiDeltaAttentionConfig(8, 2, 2, 4, 4, R=4), Mamba2Config(8, 1, 2, 4, 8),
     LightningAttentionConfig(8, 2, 2, 4, 4, layer=1, layers=4), MlstmLayerConfig(8, 2, 2, 4, 8),
+    GatedDeltaProductConfig(8, 1, 2, 4, 8), Rwkv7AttentionConfig(8, 2, 2, 4, 4),
 ]  # fmt: skip
 
 
@@ -48,6 +51,9 @@ def test_to_the_bit(config):
         with pytest.raises(NotImplementedError, match="`config` must be of a layer whose state is one array"):
             empty_pool(config, 3)
         return
+    if isinstance(config, GatedDeltaProductConfig | Rwkv7AttentionConfig):
+        with pytest.raises(NotImplementedError, match="`replay` must be 0 for a layer of which a token is several"):
+            empty_pool(config, 3, replay=8)
     pool = write_cache(empty_pool(config, 3, jnp.bfloat16), np.array([2, 0]), back)
     np.testing.assert_array_equal(read_cache(pool, np.array([2])).state[0], cache.state[0])
 

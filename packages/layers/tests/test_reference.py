@@ -24,7 +24,7 @@ def but_for(*quick: str):
 
 
 THOROUGH = dict(
-    test_packed_sequences=but_for("mamba2_mixer"),
+    test_packed_sequences=but_for("mamba2_mixer", "gated_delta_product"),
     # Operators and convolutions have segments of their own, and a layer hands the ids on: see an id of padding.
     test_segments=True,
     test_an_id_of_padding=lambda name: name != "lightning_attention",
@@ -33,7 +33,7 @@ THOROUGH = dict(
         (name, form) not in (("mamba2_mixer", "rows"), ("gated_delta_net", "serving step"))
     ),
     test_pieces_and_tokens=True,
-    test_serving_steps=but_for("gated_delta_net"),
+    test_serving_steps=but_for("gated_delta_net", "rwkv7_attention"),
     test_types=True,
     # Whole layers have gradients beside transformers' in the tests above the packages.
     test_gradients=True,
@@ -178,9 +178,9 @@ def test_types_of_first_weights(name):
     """Decays, steps and skips are float32 in whatever type the other weights are."""
     layer = LAYERS[name]
     weights = jax.eval_shape(lambda: layer.init(jax.random.key(0), layer.config, jnp.bfloat16))
-    # Mamba-2 has biases of its projections where its config says so.
+    # Mamba-2 has biases of its projections where its config says so; the first layer of RWKV-7 takes no values.
     parts = {part: jax.tree.leaves(found) for part, found in weights._asdict().items() if found != ()}
-    assert weights._asdict().keys() - parts.keys() <= {"in_bias", "out_bias"}
+    assert weights._asdict().keys() - parts.keys() <= {"in_bias", "out_bias", "first", "first_bias"}
     for part, found in parts.items():
         want = jnp.float32 if part in ("A_log", "dt_bias", "skip") else jnp.bfloat16
         assert {leaf.dtype for leaf in found} == {jnp.dtype(want)}, part

@@ -28,6 +28,15 @@ LAYERS = {
         ),
     },
     "mlstm_layer": {None: layers.MlstmLayerConfig(D, 4, 4, 8, 16)},
+    "gated_delta_product": {
+        None: layers.GatedDeltaProductConfig(D, 2, 4, 8, 16, num_householder=3),
+        "gated_deltaproduct": layers.GatedDeltaProductConfig(D, 2, 4, 8, 16, num_householder=1, forget_gate=False),
+    },
+    "rwkv7_attention": {
+        "rwkv7": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 16, R_decay=4, R_rate=5, R_gate=6),
+        "rwkv_x070": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
+        None: layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
+    },
     "lightning_attention": {None: layers.LightningAttentionConfig(D, 4, 4, 8, 8, layer=1, layers=3)},
 }  # fmt: skip
 CASES = [(name, model) for name, models in LAYERS.items() for model in models]
@@ -148,6 +157,9 @@ def test_weights_that_decay(name, model):
     kept = {field for field, part in zip(mask._fields, mask, strict=True) if not all(jax.tree.leaves(part))}
     some = {field for field, part in zip(mask._fields, mask, strict=True) if any(jax.tree.leaves(part))}
     vectors = {"A_log", "dt_bias", "skip", "norm", "bias", "z_bias", "in_bias", "out_bias", "i_bias", "f_bias"}
+    # Of RWKV-7 the large projections alone decay.
+    vectors |= {"decay", "rate", "first", "gate", "decay_bias", "rate_bias", "first_bias", "norm_bias"}
+    vectors |= {"mix", "k_k", "k_a", "r_k"}
     assert kept <= vectors
     assert not some & vectors
-    assert {field for field in ("A_log", "dt_bias", "skip") if field in mask._fields} <= kept
+    assert {field for field in ("A_log", "dt_bias", "skip") if jax.tree.leaves(getattr(mask, field, ()))} <= kept

@@ -4,11 +4,13 @@ from chunkwise.layers.caches import Cache, empty_cache, empty_pool, read_cache, 
 from chunkwise.layers.config import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
     KimiDeltaAttentionConfig,
     LayerConfig,
     LightningAttentionConfig,
     Mamba2Config,
     MlstmLayerConfig,
+    Rwkv7AttentionConfig,
 )
 from chunkwise.layers.decay import decayed
 from chunkwise.layers.delta_net import (
@@ -26,6 +28,14 @@ from chunkwise.layers.delta_net2 import (
     load_gated_delta_net2,
     ragged_gated_delta_net2,
     save_gated_delta_net2,
+)
+from chunkwise.layers.delta_product import (
+    GatedDeltaProductWeights,
+    gated_delta_product,
+    init_gated_delta_product,
+    load_gated_delta_product,
+    ragged_gated_delta_product,
+    save_gated_delta_product,
 )
 from chunkwise.layers.files import open_checkpoint
 from chunkwise.layers.from_transformers import config_from
@@ -62,6 +72,14 @@ from chunkwise.layers.mlstm import (
 )
 from chunkwise.layers.moving import cache_from_bytes, cache_to_bytes
 from chunkwise.layers.running import Step, offload_policy, remat_policy
+from chunkwise.layers.rwkv7 import (
+    Rwkv7AttentionWeights,
+    init_rwkv7_attention,
+    load_rwkv7_attention,
+    ragged_rwkv7_attention,
+    rwkv7_attention,
+    save_rwkv7_attention,
+)
 from chunkwise.layers.saving import save_checkpoint
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
@@ -73,6 +91,8 @@ __all__ = [
     "GatedDeltaNet2Weights",
     "GatedDeltaNetConfig",
     "GatedDeltaNetWeights",
+    "GatedDeltaProductConfig",
+    "GatedDeltaProductWeights",
     "KimiDeltaAttentionConfig",
     "KimiDeltaAttentionWeights",
     "LayerConfig",
@@ -82,6 +102,8 @@ __all__ = [
     "Mamba2Weights",
     "MlstmLayerConfig",
     "MlstmLayerWeights",
+    "Rwkv7AttentionConfig",
+    "Rwkv7AttentionWeights",
     "Shardings",
     "Step",
     "cache_from_bytes",
@@ -92,20 +114,25 @@ __all__ = [
     "empty_pool",
     "gated_delta_net",
     "gated_delta_net2",
+    "gated_delta_product",
     "init_gated_delta_net",
     "init_gated_delta_net2",
+    "init_gated_delta_product",
     "init_kimi_delta_attention",
     "init_lightning_attention",
     "init_mamba2_mixer",
     "init_mlstm_layer",
+    "init_rwkv7_attention",
     "kimi_delta_attention",
     "lightning_attention",
     "load_gated_delta_net",
     "load_gated_delta_net2",
+    "load_gated_delta_product",
     "load_kimi_delta_attention",
     "load_lightning_attention",
     "load_mamba2_mixer",
     "load_mlstm_layer",
+    "load_rwkv7_attention",
     "mamba2_mixer",
     "mlstm_layer",
     "offload_policy",
@@ -113,18 +140,23 @@ __all__ = [
     "place",
     "ragged_gated_delta_net",
     "ragged_gated_delta_net2",
+    "ragged_gated_delta_product",
     "ragged_kimi_delta_attention",
     "ragged_lightning_attention",
     "ragged_mamba2_mixer",
+    "ragged_rwkv7_attention",
     "read_cache",
     "remat_policy",
+    "rwkv7_attention",
     "save_checkpoint",
     "save_gated_delta_net",
     "save_gated_delta_net2",
+    "save_gated_delta_product",
     "save_kimi_delta_attention",
     "save_lightning_attention",
     "save_mamba2_mixer",
     "save_mlstm_layer",
+    "save_rwkv7_attention",
     "shardings",
     "write_cache",
 ]

@@ -17,9 +17,9 @@ class Cache(NamedTuple):
 
     Attributes:
       conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty if
-        the layer has no convolutions. They keep the type that they have in the cache, whatever the type of the hidden
-        states, so a `lax.scan` can carry a cache. A layer without a cache returns them in the type of the hidden
-        states.
+        the layer has no convolutions. RWKV-7 has the hidden states of the last token here, [N, 1, D]. They keep the
+        type that they have in the cache, whatever the type of the hidden states, so a `lax.scan` can carry a cache. A
+        layer without a cache returns them in the type of the hidden states.
       state: the state of the operator [N, HV, K, V], the `MlstmState` of mLSTM, or in a pool the StatePool of
         `empty_pool`.
     """
@@ -64,7 +64,7 @@ def empty_pool(
       slots: slots of the pool.
       dtype: the type of the inputs of the convolutions.
       state_dtype: the type of the states, which may be int8.
-      replay: tokens of the ring of a slot, 0 for no ring.
+      replay: tokens of the ring of a slot, 0 for no ring. `gated_delta_product` and `rwkv7_attention` take no ring.
       decode_tokens: over a ring, the most tokens of a decode in any step: the convolutions keep their inputs after each
         of these tokens, [slots * decode_tokens, W - 1, channels].
     """
@@ -74,10 +74,20 @@ def empty_pool(
             f"`config` must be of a layer whose state is one array, as the slots of a pool are; got "
             f"{type(config).__name__}."
         )
+    check_ring(config, replay)
     state = state_pool.make_pool(
         slots, config.HV, config.K, config.V, state_dtype, replay=replay, H=config.H, per_channel=config.per_channel
     )
     return Cache(_no_inputs(config, slots * decode_tokens, dtype), state)
+
+
+def check_ring(config: config.LayerConfig, replay: int) -> None:
+    """Check that a pool of a layer may have a ring of so many tokens."""
+    if replay and not config.rings:
+        raise NotImplementedError(
+            f"`replay` must be 0 for a layer of which a token is several tokens of its operator, as that of "
+            f"{type(config).__name__} is; got {replay}."
+        )
 
 
 def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> Cache:

@@ -46,8 +46,9 @@ class LayerConfig:
       eps: the number that the norm adds to the mean square.
     """
 
-    # An attribute of the class: whether gates are per channel of the key, and not per head.
+    # Attributes of the class: whether gates are per channel of the key, and not per head; whether pools have rings.
     per_channel: ClassVar[bool] = False
+    rings: ClassVar[bool] = True
 
     D: int
     H: int
@@ -83,6 +84,11 @@ class LayerConfig:
         return self.H * self.K, self.H * self.K, self.HV * self.V
 
     @property
+    def conv_letters(self) -> tuple[str, ...]:
+        """How the inputs of the convolutions in a cache are split, in letters of `division.Letters`."""
+        return ("b.h", "b.h", "b.n")[: len(self.channels)]
+
+    @property
     def state_letters(self) -> Any:
         """How the state of an operator is split, in letters of `division.Letters`, in the structure of the state."""
         return "bn.."
@@ -94,6 +100,11 @@ class LayerConfig:
     def check_state(self, name: str, state: Any) -> int:
         """Check the state of an operator, called by this name, and return of how many sequences it is."""
         return checks.check_array(name, state, "N HV K V", (None, self.HV, self.K, self.V))[0]
+
+
+def _check_rank(name: str, rank: int | None) -> None:
+    """Check the rank of a projection, which may be None."""
+    checks.check(rank is None or (is_whole(rank) and rank > 0), f"`{name}` must be None or above 0; got {rank!r}.")
 
 
 def _check_lower_bound(bound: float | None) -> None:
@@ -170,9 +181,7 @@ class KimiDeltaAttentionConfig(LayerConfig):
             object.__setattr__(self, "HV", self.H)
         super().__post_init__()
         checks.check_flags(full_rank_gate=self.full_rank_gate)
-        checks.check(
-            self.R is None or (is_whole(self.R) and self.R > 0), f"`R` must be None or above 0; got {self.R!r}."
-        )
+        _check_rank("R", self.R)
         _check_lower_bound(self.lower_bound)
 
 
@@ -290,3 +299,84 @@ class MlstmLayerConfig(LayerConfig):
         checks.check_array(f"{name}.n", state.n, "N HV K", (N, self.HV, self.K))
         checks.check_array(f"{name}.m", state.m, "N HV", (N, self.HV))
         return N
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaProductConfig(LayerConfig):
+    """The sizes of `gated_delta_product`.
+
+    Attributes:
+      num_householder: n, the steps of the delta rule that a token takes.
+      forget_gate: whether the state decays; without it the layer is DeltaProduct.
+      allow_neg_eigval: whether step sizes go up to 2.
+    """
+
+    # A token takes n tokens of the operator.
+    rings: ClassVar[bool] = False
+
+    num_householder: int = 2
+    forget_gate: bool = True
+    allow_neg_eigval: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        n = self.num_householder
+        checks.check(is_whole(n) and n > 0, f"`num_householder` must be a whole number above 0; got {n!r}.")
+        checks.check_flags(forget_gate=self.forget_gate, allow_neg_eigval=self.allow_neg_eigval)
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the convolutions of queries, of n keys and of n values."""
+        n = self.num_householder
+        return (self.H * self.K,) * (1 + n) + (self.HV * self.V,) * n
+
+    @property
+    def conv_letters(self) -> tuple[str, ...]:
+        """How the inputs of these convolutions are split."""
+        return ("b.h",) * (1 + self.num_householder) + ("b.n",) * self.num_householder
+
+
+@dataclasses.dataclass(frozen=True)
+class Rwkv7AttentionConfig(LayerConfig):
+    """The sizes of `rwkv7_attention`.
+
+    Attributes:
+      H: heads.
+      HV: heads of values, which are H.
+      W: 2, because the layer reads the hidden states of a token and of the token before.
+      eps: the number that the norm of a head adds to the variance, 1e-5 K in trained models.
+      R_decay, R_rate, R_gate: ranks of the projections of the decays, of the rates of the delta rule, and of the gates
+        of the output.
+      R_first: rank of the projection that says how much of the first layer's values a layer takes; None for the first
+        layer, which takes none.
+    """
+
+    per_channel: ClassVar[bool] = True
+    # A token takes two tokens of the operator.
+    rings: ClassVar[bool] = False
+
+    W: int = 2
+    eps: float = 64e-5
+    R_decay: int = 64
+    R_rate: int = 64
+    R_gate: int = 128
+    R_first: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check(self.HV == self.H, f"`HV` must be `H`; got {self.HV} and {self.H}.")
+        checks.check(self.W == 2, f"`W` must be 2, the tokens of a token shift; got {self.W}.")
+        for name in ("R_decay", "R_rate", "R_gate"):
+            rank = getattr(self, name)
+            checks.check(is_whole(rank) and rank > 0, f"`{name}` must be a whole number above 0; got {rank!r}.")
+        _check_rank("R_first", self.R_first)
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Channels of the hidden states, which are shifted by one token."""
+        return (self.D,)
+
+    @property
+    def conv_letters(self) -> tuple[str, ...]:
+        """How the hidden states are split."""
+        return ("b..",)

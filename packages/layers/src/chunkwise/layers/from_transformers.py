@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chunkwise.layers import config, layer_types, settings
+from chunkwise.layers import config, from_fla, layer_types, settings
 from chunkwise.shared.call import checks
 
 _TABLE = settings.TABLE
@@ -279,7 +279,11 @@ _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] 
     "falcon_h1": (_falcon_h1, _MIXER | _FALCON),
     "minimax": (_minimax, _MINIMAX),
     "xlstm": (_xlstm, _XLSTM),
+    "gated_deltaproduct": (from_fla.gated_deltaproduct, from_fla.PRODUCT),
+    "rwkv7": (from_fla.rwkv7, from_fla.RWKV7),
 }
+# The models whose layers differ by their number.
+_BY_NUMBER = ("minimax", "rwkv7")
 # Names under which models are published, with the name in `_MODELS`.
 _PUBLISHED = dict(
     kimi_k3="kimi_linear", bailing_moe_v3="bailing_hybrid", bailing_moe_v3_vl="bailing_hybrid",
@@ -300,15 +304,16 @@ def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
 def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     """Return the config of the linear attention of a model.
 
-    A setting that `hf_config` leaves out, or has as null, is the default of transformers. Names that have nothing to do
-    with linear attention, such as names that a fine-tune or a quantization adds, are not read.
+    A setting that `hf_config` leaves out, or has as null, is the default of transformers, or of flash-linear-attention
+    for its models. Names that have nothing to do with linear attention, such as names that a fine-tune or a
+    quantization adds, are not read.
 
     Args:
       hf_config: the content of a model's config.json, as published or as transformers saves it; or a config of
         transformers, or the result of its `to_dict()`. For a model that also reads pictures, the whole config or the
-        config of its text.
-      layer: number of the layer, from 0. MiniMax needs it, because its decay depends on it; for every model a layer
-        without linear attention is refused.
+        config of its text. A released file of RWKV-7 has no config: then it is the arrays of the file by name.
+      layer: number of the layer, from 0. MiniMax needs it, because its decay depends on it, and RWKV-7, whose first
+        layer differs; for every model a layer without linear attention is refused.
 
     Raises:
       ValueError: no layer here serves the model; it has no linear attention, or not in this layer; a setting has
@@ -319,6 +324,8 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     checks.check(
         isinstance(named, Mapping), f"`hf_config` must be a config of transformers; got {type(hf_config).__name__}."
     )
+    if from_fla.is_released(named):
+        return from_fla.released(named, layer)
     named = _text(named)
     kind: Any = named.get("model_type")
     name = _PUBLISHED.get(kind, kind) if isinstance(kind, str) else ""
@@ -328,6 +335,6 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     make, defaults = _MODELS[name]
     read = settings.Settings(named, defaults)
     layer_types.check_layer(read, name, layer)
-    found = make(read, layer) if name == "minimax" else make(read)
+    found = make(read, layer) if name in _BY_NUMBER else make(read)
     read.end()
     return found

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -178,6 +179,8 @@ class Definition(Generic[Config, Weights]):
       save: returns the arrays of a checkpoint, for weights that are arrays of numpy, and one of `models`.
       models: types of models whose checkpoints have this layer.
       mix: returns the output for x [B, T, D], and the cache after its tokens.
+      hands_on: the name of an argument of `mix` with values [B, T, HV, V] that it returns, too, for the next layers of
+        a model; None for none.
     """
 
     name: str
@@ -188,7 +191,8 @@ class Definition(Generic[Config, Weights]):
     load: Callable[[parameters.Checkpoint, Config], Weights]
     save: Callable[[Weights, Config, str], dict[str, Any]]
     models: tuple[str, ...]
-    mix: Callable[[jax.Array, Weights, Config, running.Run], tuple[jax.Array, caches.Cache]]
+    mix: Callable[..., tuple[Any, ...]]
+    hands_on: str | None = None
 
     @functools.cached_property
     def over_sequences(self) -> OverSequences[Config, Weights]:
@@ -196,15 +200,15 @@ class Definition(Generic[Config, Weights]):
 
         def run(
             x, weights, config, cache=None, output_cache=False, *, cu_seqlens=None, segment_ids=None, padding_id=-1,
-            implementation=None, sharding=None, context_axis=None, **unknown,
+            implementation=None, sharding=None, context_axis=None, **others,
         ):  # fmt: skip
-            _refuse(call, unknown)
+            handed = self._handed(call, others)
             over = running.Sequences(
                 cache, output_cache, cu_seqlens, segment_ids, padding_id, implementation, sharding, context_axis
             )
             x, valid = self._checked(x, weights, config, over)
-            y, cache = self.mix(x, weights, config, over)
-            return chunking.select_tokens(valid, y), cache if output_cache else None
+            y, cache, *more = self.mix(x, weights, config, over, **handed)
+            return chunking.select_tokens(valid, y), cache if output_cache else None, *more
 
         call = self._named("", run, OverSequences.__call__, self.mix.__doc__)
         return call
@@ -215,13 +219,13 @@ class Definition(Generic[Config, Weights]):
 
         def run(
             x, weights, config, pool, step, *, block_size=None, decode_tokens=None, implementation=None, sharding=None,
-            **unknown,
+            **others,
         ):  # fmt: skip
-            _refuse(call, unknown)
+            handed = self._handed(call, others)
             over = running.Serving(pool, step, block_size, decode_tokens, implementation, sharding)
             x, valid = self._checked(x, weights, config, over)
-            y, pool = self.mix(x, weights, config, over)
-            return chunking.select_tokens(valid, y), pool
+            y, pool, *more = self.mix(x, weights, config, over, **handed)
+            return chunking.select_tokens(valid, y), pool, *more
 
         first = (self.mix.__doc__ or "").partition("\n")[0]
         first = first.replace(
@@ -267,6 +271,12 @@ class Definition(Generic[Config, Weights]):
 
         return self._named("save_", save, Save.__call__, self.save.__doc__)
 
+    def _handed(self, function: Callable, others: dict[str, Any]) -> dict[str, Any]:
+        """Return the argument that layers hand on; raise TypeError for arguments that a function does not have."""
+        handed = {} if self.hands_on is None else {self.hands_on: others.pop(self.hands_on, None)}
+        _refuse(function, others)
+        return handed
+
     def _checked(self, x, weights, config, over: running.Run) -> tuple[jax.Array, jax.Array | None]:
         """Check the arguments; return hidden states in which padding may hold anything, and which tokens are none."""
         self.config.check(config)
@@ -291,8 +301,14 @@ class Definition(Generic[Config, Weights]):
         whole = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))
         function.__doc__ = whole.replace("{layer}", function.__name__)
         # Without the names that the function only refuses.
-        parameters = inspect.signature(function).parameters.values()
-        function.__signature__ = inspect.Signature([x for x in parameters if x.kind != x.VAR_KEYWORD])
+        known = [x for x in inspect.signature(function).parameters.values() if x.kind != x.VAR_KEYWORD]
+        if self.hands_on is not None and prefix in ("", "ragged_"):
+            known.append(inspect.Parameter(self.hands_on, inspect.Parameter.KEYWORD_ONLY, default=None))
+            returned = function.__annotations__["return"]
+            function.__annotations__ |= {
+                self.hands_on: jax.Array | None, "return": tuple[*typing.get_args(returned), jax.Array]
+            }  # fmt: skip
+        function.__signature__ = inspect.Signature(known)
         return function
 
 

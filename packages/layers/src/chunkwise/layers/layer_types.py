@@ -1,6 +1,6 @@
 """Which layers of a model have linear attention, in the forms that files have for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from chunkwise.layers import settings
@@ -15,6 +15,8 @@ _DEFAULTS: dict[str, Callable[[int], bool]] = dict(
     lara_mini=lambda i: i % 5 in (0, 2), olmo_hybrid=lambda i: i % 4 != 3, kimi_linear=lambda i: i == 0 or i % 4 != 0,
     glm5_next_text=lambda i: i % 4 != 3,
 )  # fmt: skip
+# Models of flash-linear-attention, whose setting `attn` names the layers with attention.
+_FLA = ("gated_deltaproduct", "rwkv7")
 # Settings that say it, with their values in transformers, and the models that read them.
 _INTERVALS = dict(
     qwen3_next=("full_attention_interval", 4), qwen3_5_text=("full_attention_interval", 4),
@@ -48,6 +50,14 @@ def _rule(s: settings.Settings, model: str) -> Callable[[int], bool]:
         return lambda i: i + 1 in kda
     if model == "bamba":
         return lambda i: i not in (attention or ())
+    if model in _FLA:
+        specs = s.named.get("attn") or ()
+        specs = (specs,) if isinstance(specs, Mapping) else specs
+        tables = isinstance(specs, list | tuple) and all(isinstance(x, Mapping) for x in specs)
+        tables = tables and all(isinstance(x.get("layers"), list | tuple) for x in specs)
+        rule = "`hf_config.attn` must be a table with a list `layers`, or a list of such tables"
+        checks.check(tables, f"{rule}; got {settings.shown(s.named.get('attn'))}.")
+        return lambda i: all(i not in x["layers"] for x in specs)
     if model in _INTERVALS:
         name, known = _INTERVALS[model]
         period = s.whole(name) if s.has(name) else known

@@ -1,4 +1,4 @@
-"""The gated norm at the end of a layer."""
+"""The norm at the end of a layer."""
 
 from typing import Any
 
@@ -54,3 +54,11 @@ def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_befor
     factor = jnp.repeat(jax.lax.rsqrt(mean + eps), HV // groups, axis=2)
     y = weight.reshape(HV, V) * (u * factor[..., None])
     return (y * gate if norm_before_gate else y).astype(o.dtype)
+
+
+def layer_norm_heads(o, weight, bias, eps: float) -> jax.Array:
+    """Return the layer norm of every head of o [B, T, HV, V] in float32, with weights and biases [HV V]."""
+    heads = lambda y: y.astype(jnp.float32).reshape(1, 1, *o.shape[2:])
+    centred = o.astype(jnp.float32) - jnp.mean(o.astype(jnp.float32), axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + eps) * heads(weight) + heads(bias)

@@ -73,6 +73,7 @@ def check_input(x, config, run: running.Run) -> None:
     # The operator checks a StatePool. The convolutions check their pools, which may have more slots than the states.
     pool = state_pool.as_pool(cache.state)
     pooled = pool is cache.state
+    caches.check_ring(config, pool.replay)
     have_states = pool.states.shape[0] if pooled else config.check_state(f"{name}.state", cache.state)
     wanted = run.num_states(B)
     fits = wanted in (None, have_states)

@@ -136,15 +136,15 @@ class Sequences:
         """Return whether each row of x is one token that follows a cache."""
         return self.cache is not None and self.output_cache and self._decodes(x)
 
-    def convolve(self, i: int, x, weight, bias, heads: int):
-        """Return convolution i with SiLU, of the channels x [B, T, C] of `heads` heads, and its cache."""
+    def convolve(self, i: int, x, weight, bias, heads: int, activation: str | None = "silu"):
+        """Return convolution i, with SiLU, of the channels x [B, T, C] of `heads` heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]
         if before is not None and self.output_cache and self._decodes(x):
             return causal_conv1d_update(
-                x, before, weight, bias, activation="silu", sharding=division.split_heads(self.sharding, heads)
+                x, before, weight, bias, activation=activation, sharding=division.split_heads(self.sharding, heads)
             )
         return causal_conv1d(
-            x, weight, bias, before, self.output_cache, activation="silu", **self._packing,
+            x, weight, bias, before, self.output_cache, activation=activation, **self._packing,
             implementation=AROUND[self.implementation], sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
@@ -213,10 +213,10 @@ class Serving:
             given["block_state_indices"] = wide(jnp.asarray(given["block_state_indices"]), jnp.int32(0))
         return given
 
-    def convolve(self, i: int, x, weight, bias, heads: int):
-        """Return convolution i with SiLU, and its pool after the step."""
+    def convolve(self, i: int, x, weight, bias, heads: int, activation: str | None = "silu"):
+        """Return convolution i, with SiLU, and its pool after the step."""
         return causal_conv1d_update(
-            x, self.pool.conv[i], weight, bias, activation="silu", **self._conv_slots,
+            x, self.pool.conv[i], weight, bias, activation=activation, **self._conv_slots,
             implementation=AROUND[self.implementation], sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
@@ -249,6 +249,15 @@ def convolve_heads(
     biases = biases or (None,) * 3
     pairs = list(map(run.convolve, range(3), projected, weights, biases, heads))
     return [by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True)], tuple(conv for _, conv in pairs)
+
+
+def shift(run: Run, x) -> tuple[jax.Array, jax.Array]:
+    """Return the hidden states of the token before each token of x [B, T, D], and their part of the cache.
+
+    Before a sequence they are zeros. It is a convolution that reads only the older one of two tokens.
+    """
+    older = jnp.broadcast_to(jnp.array([1.0, 0.0]), (x.shape[2], 2))
+    return run.convolve(0, x, older, None, 1, None)
 
 
 def project(x, *factors):

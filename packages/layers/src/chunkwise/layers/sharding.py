@@ -11,16 +11,18 @@ from chunkwise.layers import (
     config,
     delta_net,
     delta_net2,
+    delta_product,
     division,
     kimi,
     layer,
     lightning,
     mamba2,
     mlstm,
+    rwkv7,
 )
 from chunkwise.shared.call import checks
 
-_MODULES = delta_net, delta_net2, kimi, mamba2, lightning, mlstm
+_MODULES = delta_net, delta_net2, delta_product, kimi, mamba2, lightning, mlstm, rwkv7
 LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 
@@ -63,13 +65,8 @@ def shardings(
     checks.check(type(config) in LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
     letters = division.Letters(config, mesh_axes, mesh)
     found = LAYERS[type(config)]
-    conv: Any = ("b.h", "b.h", "b.n")[: len(config.channels)]
-    return Shardings(
-        *jax.tree.map(
-            letters.spec,
-            (found.weights(**found.split(config)), "bt.", caches.Cache(conv, config.state_letters), "btn."),
-        )
-    )
+    cache = caches.Cache(config.conv_letters, config.state_letters)
+    return Shardings(*jax.tree.map(letters.spec, (found.weights(**found.split(config)), "bt.", cache, "btn.")))
 
 
 def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:

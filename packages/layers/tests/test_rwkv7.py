@@ -1,0 +1,137 @@
+"""RWKV-7's attention: a layer that takes the values of the first one, its names of weights, and what it refuses."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from chunkwise import layers
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
+from tests.layer_oracle import rwkv7_oracle
+
+FIRST = layers.Rwkv7AttentionConfig(D=20, H=3, HV=3, K=8, V=6, eps=1e-3, R_decay=4, R_rate=5, R_gate=6)
+LATER = layers.Rwkv7AttentionConfig(D=20, H=3, HV=3, K=8, V=6, eps=1e-3, R_decay=4, R_rate=5, R_gate=6, R_first=7)
+ENDS, T = np.array([0, 1, 1, 9], np.int32), 12
+
+
+def make(config, B=1, T=T):
+    """Return hidden states [B, T, D], weights, and values of the first layer [B, T, H, V]."""
+    rng = np.random.default_rng(0)
+    weights = jax.jit(lambda: layers.init_rwkv7_attention(jax.random.key(0), config))()
+    spread = lambda w: np.asarray(w + 0.3 * rng.standard_normal(w.shape), np.float32)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    return draw(B, T, config.D), jax.tree.map(spread, weights), draw(B, T, config.H, config.V)
+
+
+def test_a_later_layer():
+    """Packed sequences go on from their caches; padding holds NaN; the gradients are those that differences show."""
+    x, w, v_first = make(LATER)
+    rng = np.random.default_rng(1)
+    cache = jax.tree.map(lambda y: rng.standard_normal(y.shape).astype(np.float32), layers.empty_cache(LATER, 3))
+    inside = (np.arange(T) < ENDS[-1])[None, :, None]
+    dy, ds = rng.standard_normal(x.shape) * inside, rng.standard_normal(cache.state.shape)
+
+    def run(x, w, v_first, cache):
+        y, after, first = layers.rwkv7_attention(x, w, LATER, cache, True, v_first=v_first, cu_seqlens=ENDS)
+        return jnp.sum(y * dy) + jnp.sum(after.state * ds), (y, after, first)
+
+    def exact(x, w, v_first, cache):
+        y, after = rwkv7_oracle(LATER, x, w, cache, dict(cu_seqlens=ENDS), v_first)
+        return np.sum(y * dy) + np.sum(after.state * ds), (y, after)
+
+    spoilt = np.where(inside, x, np.nan), w, np.where(inside[..., None], v_first, np.nan), cache
+    (_, (y, after, first)), found = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3), has_aux=True))(*spoilt)
+    args = jax.tree.map(lambda y: np.asarray(y, np.float64), (x, w, v_first, cache))
+    y64, after64 = exact(*args)[1]
+    assert_close("y", y, y64, TOLERANCE["float32"])
+    assert_close("state", after.state, after64.state, TOLERANCE["float32"])
+    np.testing.assert_array_equal(after.conv[0], after64.conv[0].astype(np.float32))
+    np.testing.assert_array_equal(first, np.where(inside[..., None], v_first, 0))
+    assert not np.asarray(y)[0, ENDS[-1] :].any()
+    for _ in range(2):
+        step = jax.tree.map(lambda y: rng.standard_normal(y.shape) * 1e-6, args)
+        ahead, behind = (exact(*jax.tree.map(lambda y, d, s=s: y + s * d, args, step))[0] for s in (1, -1))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(step), strict=True)
+        got = sum(np.sum(np.asarray(g, np.float64) * d) for g, d in pairs)
+        assert abs(got - (ahead - behind) / 2) < 1e-4 * abs(got)
+
+
+def test_values_of_the_first_layer():
+    """Its own values are the third result, with zeros for padding."""
+    x, w, _ = make(FIRST)
+    first = jax.jit(lambda x, w: layers.rwkv7_attention(x, w, FIRST, cu_seqlens=ENDS)[2])(x, w)
+    x, w = np.asarray(x[0], np.float64), jax.tree.map(lambda y: np.asarray(y, np.float64), w)
+    before = np.concatenate([np.zeros((1, FIRST.D)), x[:-1]])
+    before[ENDS[:-1]] = 0
+    want = ((x + (before - x) * w.mix[3]) @ w.v).reshape(T, 3, 6)
+    assert_close("v_first", first[0, : ENDS[-1]], want[: ENDS[-1]], 1e-6)
+    assert not np.asarray(first)[0, ENDS[-1] :].any()
+
+
+def released(config) -> dict:
+    """Return the arrays of a layer with the names and shapes of a released file."""
+    _, w, _ = make(config)
+    return layers.save_rwkv7_attention(w, config, "blocks.1.att.", "rwkv_x070")
+
+
+def test_released_names():
+    """The shapes that released files have; the first layer may have what it does not read."""
+    shapes = {name.removeprefix("blocks.1.att."): x.shape for name, x in released(LATER).items()}
+    HK, HV, D = 24, 18, 20
+    assert shapes == {
+        **{f"x_{name}": (1, 1, D) for name in "rwkvag"}, "w0": (1, 1, HK), "w1": (D, 4), "w2": (4, HK),
+        "a0": (1, 1, HK), "a1": (D, 5), "a2": (5, HK), "v0": (1, 1, HV), "v1": (D, 7), "v2": (7, HV), "g1": (D, 6),
+        "g2": (6, HV), "k_k": (1, 1, HK), "k_a": (1, 1, HK), "r_k": (3, 8), "receptance.weight": (HK, D),
+        "key.weight": (HK, D), "value.weight": (HV, D), "output.weight": (D, HV), "ln_x.weight": (HV,),
+        "ln_x.bias": (HV,),
+    }  # fmt: skip
+    read = layers.load_rwkv7_attention(released(LATER), FIRST, "blocks.1.att.")
+    assert read.first == () == read.first_bias
+
+
+def test_first_version_of_flash_linear_attention():
+    """It has the six mixtures in one array."""
+    _, w, _ = make(LATER)
+    named = layers.save_rwkv7_attention(w, LATER, model="rwkv7")
+    mixtures = np.concatenate([named.pop(f"x_{name}")[0] for name in "rwkvag"])
+    read = layers.load_rwkv7_attention(named | {"x_x": mixtures}, LATER)
+    jax.tree.map(np.testing.assert_array_equal, read, w)
+
+
+def test_wrong_checkpoint():
+    """A name that is missing, whichever it is, a name too many, and an array of another shape."""
+    named = released(LATER)
+    load = lambda named, config=LATER: layers.load_rwkv7_attention(named, config, "blocks.1.att.")
+    for name in named:
+        if name != "blocks.1.att.receptance.weight":
+            full = re.escape(name.removesuffix(".weight"))
+            with pytest.raises(ValueError, match=rf"`named` must have '{full}' or '{full}\.weight'; got neither"):
+                load({other: x for other, x in named.items() if other != name})
+    with pytest.raises(ValueError, match=r"no weights that the layer lacks; got \['k_emb'\]"):
+        load(named | {"blocks.1.att.k_emb": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"'blocks.1.att.w1' of shape \(20, 4\), as `config` asks for; got \(20, 3\)"):
+        load(named | {"blocks.1.att.w1": np.zeros((20, 3))})
+
+
+def test_errors():
+    x, w, v_first = make(LATER)
+    run = functools.partial(layers.rwkv7_attention, x, w, LATER)
+    with pytest.raises(ValueError, match="`v_first` must be the values that the first layer returned; got None"):
+        run()
+    with pytest.raises(ValueError, match=r"`v_first` must have shape \[B, T, H, V\]; got \(1, 12, 18\)"):
+        run(v_first=v_first.reshape(1, T, 18))
+    with pytest.raises(ValueError, match=r"`v_first` must be None for the first layer, whose `R_first` is None; got"):
+        layers.rwkv7_attention(x, make(FIRST)[1], FIRST, v_first=v_first)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'v_first'"):
+        layers.init_rwkv7_attention(jax.random.key(0), LATER, v_first=v_first)
+    pool, step = layers.empty_pool(LATER, 3), layers.Step(ENDS, np.arange(3, dtype=np.int32))
+    with pytest.raises(ValueError, match="`v_first` must be the values that the first layer returned; got None"):
+        layers.ragged_rwkv7_attention(x, w, LATER, pool, step)
+    ring = pool._replace(state=layers.empty_pool(layers.KimiDeltaAttentionConfig(20, 3, 3, 8, 6), 3, replay=4).state)
+    with pytest.raises(
+        NotImplementedError, match=r"`replay` must be 0 for a layer of which a token is several .*; got 4"
+    ):
+        layers.ragged_rwkv7_attention(x, w, LATER, ring, step, v_first=v_first)
