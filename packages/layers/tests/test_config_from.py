@@ -1,7 +1,6 @@
 """The config of a layer out of the settings of a model, as its file has them, and as `to_dict()` gives them."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import random
@@ -17,6 +16,7 @@ from chunkwise.layers import (
     MlstmLayerConfig,
     config_from,
 )
+from tests.hostile_settings import HOSTILE, is_sound
 
 MODEL = dict(hidden_size=64, vocab_size=50, num_hidden_layers=4, hidden_act="silu", rms_norm_eps=1e-3, use_cache=True)
 LINEAR = dict(
@@ -358,19 +358,6 @@ def test_groups_of_nemotron():
         config_from(dict(model_type="nemotron_h", n_groups=2, mamba_num_groups=4))
 
 
-def nested(depth: int, key: str | None = None):
-    value = 1
-    for _ in range(depth):
-        value = [value] if key is None else {key: value}
-    return value
-
-
-# What a setting never is, and what only some settings are.
-HOSTILE = [
-    "false", "x", "", "1e-6", [], {}, [[1]], {"a": 1}, nested(3000), nested(3000, "text_config"), 10**400, -(10**400),
-    math.nan, -math.inf, True, 0, -1, 1.5, b"1", {"__float__": "x"}, {"__float__": [1]}, ["nan"] * 5, [math.nan] * 5,
-    [None, None], (0.0,), object(),
-]  # fmt: skip
 TABLES = (
     "text_config",
     "llm_config",
@@ -380,17 +367,6 @@ TABLES = (
     "time_step_limit",
     "ssm_multipliers",
 )
-
-
-def is_sound(made, expected) -> bool:
-    """Return whether all sizes of a config are of the types that they should have, and no number is infinite or NaN."""
-    plain = lambda x: x if isinstance(x, tuple) else (x,)
-    for field in dataclasses.fields(expected):
-        value, known = getattr(made, field.name), getattr(expected, field.name)
-        finite = all(not isinstance(x, float) or math.isfinite(x) for x in plain(value)) or field.name == "dt_limit"
-        if not finite or (value is not None and known is not None and type(value) is not type(known)):
-            return False
-    return True
 
 
 @pytest.mark.parametrize("name", MODELS)

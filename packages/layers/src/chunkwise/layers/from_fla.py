@@ -39,12 +39,12 @@ def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfi
     """Return the config of a layer of RWKV-7."""
     _check_given(layer)
     D, heads = s.whole("hidden_size"), s.whole("num_heads")
-    # Only where the size of heads is null, and not missing, their number says it.
+    # Their number says the size of heads only where the size is null, and not missing. Else it is not read, and some
+    # files have a wrong one.
     by_number = heads is not None and "head_dim" in s.named and not s.has("head_dim")
-    K = D // heads if by_number else s.whole("head_dim")
+    K = D // heads if by_number else s.whole("head_dim", "head_size")
     H = D // K if K else 0
     checks.check(H > 0 and H * K == D, f"`hf_config.hidden_size` must be a multiple of the heads' size {K}; got {D}.")
-    s.require("num_heads", H)
     values = _value_channels(s, layer) or D
     checks.check(values % H == 0, f"`hf_config.value_dim` must be a multiple of {H} heads; got {values}.")
 

@@ -173,10 +173,8 @@ def _save(w: Rwkv7AttentionWeights, c: _Config, model: str) -> dict[str, Any]:
 def _check_first(v_first: Any, c: _Config, x: jax.Array) -> None:
     """Check the values of the first layer, which the other layers take."""
     if c.R_first is None:
-        checks.check(
-            v_first is None,
-            f"`v_first` must be None for the first layer, with `R_first` of None; got {checks.shown(v_first)}.",
-        )
+        rule = "`v_first` must be None for the first layer, whose `R_first` is None"
+        checks.check(v_first is None, f"{rule}; got {checks.shown(v_first)}.")
         return
     checks.check(v_first is not None, "`v_first` must be the values that the first layer returned; got None.")
     checks.check_array("v_first", v_first, "B T H V", (*x.shape[:2], c.HV, c.V))

@@ -1,0 +1,125 @@
+"""The config of a layer out of the settings of flash-linear-attention's models, and of the arrays of RWKV-7's files."""
+
+import contextlib
+import random
+
+import numpy as np
+import pytest
+
+from chunkwise.layers import (
+    GatedDeltaProductConfig,
+    Rwkv7AttentionConfig,
+    config_from,
+    open_checkpoint,
+    save_checkpoint,
+)
+from tests.hostile_settings import HOSTILE, is_sound
+
+PRODUCT = dict(
+    model_type="gated_deltaproduct", attn_mode="chunk", hidden_size=64, num_heads=2, head_dim=16, expand_v=1.5,
+    conv_size=3, norm_eps=1e-3, use_output_gate=True, use_short_conv=True, use_forget_gate=True, num_householder=3,
+    allow_neg_eigval=True, hidden_act="swish", num_hidden_layers=4, attn=None, fuse_norm=True, attnres_block_size=None,
+)  # fmt: skip
+# As one file has it: its number of heads is not that of its sizes, and no program reads it.
+RWKV7 = dict(
+    model_type="rwkv7", attn=None, attn_mode="chunk", hidden_size=768, num_heads=32, head_dim=64,
+    decay_low_rank_dim=96, a_low_rank_dim=64, gate_low_rank_dim=128, v_low_rank_dim=32, norm_eps=1e-5, norm_bias=True,
+    norm_first=True, fuse_norm=False, hidden_act="sqrelu", hidden_ratio=4.0, intermediate_size=3072,
+    num_hidden_layers=12, vocab_size=8192, value_dim=[768] * 11 + [1536],
+)  # fmt: skip
+RANKS = dict(R_decay=96, R_rate=64, R_gate=128)
+LATER = Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS, R_first=32)
+
+
+def test_gated_delta_product():
+    made = GatedDeltaProductConfig(
+        64, 2, 2, 16, 24, W=3, eps=1e-3, num_householder=3, forget_gate=True, allow_neg_eigval=True
+    )
+    assert config_from(PRODUCT, layer=3) == made
+    least = dict(model_type="gated_deltaproduct")
+    assert config_from(least) == GatedDeltaProductConfig(2048, 6, 6, 256, 512, num_householder=1, forget_gate=False)
+
+
+def test_rwkv7():
+    """The first layer takes no values; values may be wider in some layers; ranks may follow from the sizes."""
+    assert config_from(RWKV7, layer=0) == Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS)
+    assert config_from(RWKV7, layer=1) == LATER
+    assert config_from(RWKV7, layer=11).V == config_from(RWKV7 | dict(value_dim=1536), layer=1).V == 128
+    assert config_from(RWKV7 | dict(head_dim=None), layer=1).H == 32
+    least = config_from(dict(model_type="rwkv7"), layer=1)
+    assert least == Rwkv7AttentionConfig(2048, 32, 32, 64, 64, R_first=16)
+    nulls = dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "gate_low_rank_dim", "v_low_rank_dim"))
+    ranks = dict(R_decay=128, R_rate=128, R_gate=224, R_first=64)
+    assert config_from(dict(model_type="rwkv7") | nulls, layer=1) == Rwkv7AttentionConfig(2048, 32, 32, 64, 64, **ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layer", "message"),
+    [
+        (
+            PRODUCT | dict(use_short_conv=False),
+            1,
+            r"`hf_config.use_short_conv` must be one of \(True,\) for this layer",
+        ),
+        (PRODUCT | dict(use_output_gate=False), 1, r"`hf_config.use_output_gate` must be one of \(True,\)"),
+        (PRODUCT | dict(expand_v=1.3), 1, "`hf_config.expand_v` must make whole channels of 16; got 1.3"),
+        (PRODUCT | dict(num_householder=True), 1, "`hf_config.num_householder` must be a whole number above 0"),
+        (PRODUCT | dict(attn=dict(layers=[1])), 1, "must be the number of a layer with linear attention; got 1"),
+        (RWKV7 | dict(attn=[dict(layers=[0]), dict(layers=[5])]), 5, "a layer with linear attention; got 5"),
+        (RWKV7 | dict(attn=[3]), 5, r"`hf_config.attn` must be a table with a list `layers`, .*; got \[3\]"),
+        (RWKV7 | dict(attn=dict(layers=3)), 5, "`hf_config.attn` must be a table with a list `layers`"),
+        (RWKV7, None, "`layer` must be the number of the layer, because the first one takes no values .*; got None"),
+        (RWKV7, 12, "`layer` must be below 12, the layers of the model; got 12"),
+        (RWKV7 | dict(head_dim=50), 1, "`hf_config.hidden_size` must be a multiple of the heads' size 50; got 768"),
+        (RWKV7 | dict(value_dim=[768]), 1, r"`hf_config.value_dim` must be a whole number .*; got \[768\]"),
+        (RWKV7 | dict(value_dim=770), 1, "`hf_config.value_dim` must be a multiple of 12 heads; got 770"),
+        (RWKV7 | dict(time_decay=1), 1, r"no settings that `config_from` does not know; got \['time_decay'\]"),
+    ],
+)
+def test_what_no_layer_can_do(settings, layer, message):
+    with pytest.raises(ValueError, match=message):
+        config_from(settings, layer)
+
+
+@pytest.mark.parametrize("own", [PRODUCT, RWKV7], ids=lambda own: own["model_type"])
+def test_hostile_settings(own):
+    """Whatever a file has, the result is a config of right types or a ValueError."""
+    draw, expected = random.Random(0), config_from(own, layer=2)
+    changes = [{setting: value} for setting in own for value in HOSTILE]
+    changes += [{each: draw.choice(HOSTILE) for each in draw.sample([*own], 3)} for _ in range(100)]
+    for change in changes:
+        with contextlib.suppress(ValueError):
+            assert is_sound(config_from(own | change, layer=2), expected), change
+
+
+def released() -> dict:
+    """Return the arrays of a file of RWKV-7 that say its sizes, and others."""
+    named = {"emb.weight": np.ones((50, 96)), "blocks.0.ln0.weight": np.ones(96)}
+    for layer in range(2):
+        shapes = dict(r_k=(3, 32), w1=(96, 4), a1=(96, 5), g1=(96, 6), v1=(96, 7))
+        named |= {f"blocks.{layer}.att.{name}": np.ones(shape) for name, shape in shapes.items()}
+    return named
+
+
+def test_released_files(tmp_path):
+    """They have no config; arrays of a folder are read as they are asked for."""
+    sizes = dict(D=96, H=3, HV=3, K=32, V=32, R_decay=4, R_rate=5, R_gate=6)
+    assert config_from(released(), layer=0) == Rwkv7AttentionConfig(**sizes)
+    save_checkpoint(tmp_path, released())
+    assert config_from(open_checkpoint(tmp_path), layer=1) == Rwkv7AttentionConfig(**sizes, R_first=7)
+
+
+@pytest.mark.parametrize(
+    ("change", "layer", "message"),
+    [
+        ({}, None, "`layer` must be the number of the layer, because the first one takes no values .*; got None"),
+        ({}, True, "`layer` must be a whole number from 0 on; got True"),
+        ({}, -1, "`layer` must be a whole number from 0 on; got -1"),
+        ({}, 2, "`hf_config` must have 'blocks.2.att.r_k' of two dimensions, as files of RWKV-7 have it; got no such"),
+        ({"blocks.1.att.a1": np.ones(3)}, 1, r"must have 'blocks.1.att.a1' of two dimensions, .*; got \(3,\)"),
+        ({"blocks.1.att.g1": np.ones((96, 0))}, 1, "`R_gate` must be a whole number above 0; got 0"),
+    ],
+)
+def test_released_files_of_another_kind(change, layer, message):
+    with pytest.raises(ValueError, match=message):
+        config_from(released() | change, layer)
