@@ -4,10 +4,12 @@ from chunkwise import layers
 from chunkwise.integrations.nnx import (
     GatedDeltaNet,
     GatedDeltaNet2,
+    GatedDeltaProduct,
     KimiDeltaAttention,
     LightningAttention,
     Mamba2Mixer,
     MlstmLayer,
+    Rwkv7Attention,
 )
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
@@ -18,4 +20,6 @@ CONFIGS = {
     Mamba2Mixer: layers.Mamba2Config(**SIZES),
     LightningAttention: layers.LightningAttentionConfig(**SIZES),
     MlstmLayer: layers.MlstmLayerConfig(**SIZES),
+    GatedDeltaProduct: layers.GatedDeltaProductConfig(**SIZES),
+    Rwkv7Attention: layers.Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4),
 }

@@ -13,13 +13,13 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise import layers
-from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, named, place
+from chunkwise.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, Rwkv7Attention, named, place
 from chunkwise.shared.testing.compare import assert_close
 from tests.nnx_modules import CONFIGS
 
 KINDS = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 X = jax.random.normal(jax.random.key(1), (2, 12, 16))
-THOROUGH = dict(test_a_module_is_the_layer=lambda kind: kind is GatedDeltaNet2)
+THOROUGH = dict(test_a_module_is_the_layer=lambda kind: kind in (GatedDeltaNet2, GatedDeltaProduct))
 
 
 @KINDS
@@ -33,9 +33,11 @@ def test_a_module_is_the_layer(kind):
     jax.tree.map(np.testing.assert_array_equal, module.weights, weights)
     whole = kind.run(X, weights, config)[0]
     module.init_cache(2)
-    step = nnx.jit(lambda module, x: module(x, decode=True))
+    # RWKV-7 returns its values, too.
+    first = lambda results: results if isinstance(results, jax.Array) else results[0]
+    step = nnx.jit(lambda module, x: first(module(x, decode=True)))
     pieces = jnp.concatenate([step(module, X[:, :5]), step(module, X[:, 5:6]), step(module, X[:, 6:])], axis=1)
-    assert_close("whole", module(X), whole, 1e-6)
+    assert_close("whole", first(module(X)), whole, 1e-6)
     assert_close("pieces", pieces, whole, 1e-5)
     module.init_cache(2)
     np.testing.assert_array_equal(step(module, X[:, :5]), pieces[:, :5])
@@ -49,6 +51,19 @@ def test_help_names_every_argument(kind):
         described = inspect.getdoc(function).partition("Args:")[2]
         assert names, "the signature must be that of the module and not of flax's class of modules"
         assert not [name for name in names if not re.search(rf"^  ( *\w+,)* *{name}[:,]", described, re.MULTILINE)]
+
+
+def test_values_of_the_first_layer():
+    """Modules of RWKV-7 hand them on; the first one takes none."""
+    first, later = CONFIGS[Rwkv7Attention], dataclasses.replace(CONFIGS[Rwkv7Attention], R_first=4)
+    modules = [Rwkv7Attention(config, rngs=nnx.Rngs(0)) for config in (first, later)]
+    run = nnx.jit(lambda modules, x: modules[1](*modules[0](x)))
+    y, v_first = run(modules, X)
+    x, _, want = layers.rwkv7_attention(X, modules[0].weights, first)
+    assert_close("y", y, layers.rwkv7_attention(x, modules[1].weights, later, v_first=want)[0], 1e-6)
+    np.testing.assert_array_equal(v_first, want)
+    with pytest.raises(ValueError, match="`v_first` must be the values that the first layer returned; got None"):
+        modules[1](X)
 
 
 def test_documents_and_weights_of_a_checkpoint():

@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding
 from chunkwise.layers import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
+    Rwkv7AttentionConfig,
     Step,
     empty_cache,
     shardings,
@@ -33,6 +35,10 @@ LAYERS = {
     # A group for every two heads: four devices have half of one.
     "mamba2_mixer_shared": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=2))),
     "lightning_attention": ANY["lightning_attention"]._replace(config=LightningAttentionConfig(**SIZES)),
+    "gated_delta_product": ANY["gated_delta_product"]._replace(config=GatedDeltaProductConfig(**SIZES | dict(H=2))),
+    "rwkv7_attention": ANY["rwkv7_attention"]._replace(
+        config=Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4)
+    ),
 }
 # Over devices of heads the last product of a layer is a sum, and so is the mean of a norm over all heads.
 SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, mamba2_mixer_shared=2, lightning_attention=2)

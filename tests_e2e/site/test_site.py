@@ -184,6 +184,7 @@ def test_pages_lead_to_their_neighbours(browser, address):
 def test_modules_of_flax_have_their_calls(look):
     names = look("packages/integrations.nnx/")["names"]
     modules = "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaNet2", "Mamba2Mixer", "LightningAttention", "MlstmLayer"
+    modules += "GatedDeltaProduct", "Rwkv7Attention"
     for module in modules:
         assert {f"chunkwise.integrations.nnx.{module}.{name}" for name in HOOKS["METHODS"]} <= set(names)
 

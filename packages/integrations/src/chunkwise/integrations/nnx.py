@@ -17,10 +17,12 @@ from chunkwise.shared.call import checks, unknown_arguments
 __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "KimiDeltaAttention",
     "LightningAttention",
     "Mamba2Mixer",
     "MlstmLayer",
+    "Rwkv7Attention",
     "named",
     "place",
 ]
@@ -141,17 +143,21 @@ class _Layer(nnx.Module):
         Raises:
           ValueError: an argument has the wrong shape or type, or `decode` comes before `init_cache`.
         """
+        return self._run(x, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids, padding_id=padding_id)[0]
+
+    def _run(self, x: jax.Array, decode: bool, **options: Any) -> tuple[Any, ...]:
+        """Run the layer, put the cache where it belongs, and return the other results."""
         checks.check(not decode or self.cache is not None, "`decode` must be False before `init_cache`; got True.")
         cache = nnx.as_pure(self.cache)
         weights = self._with_weights(self._read_projection) if quantized.is_wrapped(self) else self.weights
-        y, after = type(self).run(
-            x, weights, self.config, cache if decode else None, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
-            padding_id=padding_id, implementation=self.implementation, **mesh.division(self.config, self.mesh_axes),
+        y, after, *more = type(self).run(
+            x, weights, self.config, cache if decode else None, decode, **options, implementation=self.implementation,
+            **mesh.division(self.config, self.mesh_axes),
         )  # fmt: skip
         if decode:
             is_variable = lambda x: isinstance(x, nnx.Variable)
             jax.tree.map(lambda kept, new: kept.set_value(new), self.cache, after, is_leaf=is_variable)
-        return y
+        return y, *more
 
 
 Kind = TypeVar("Kind", bound=type[_Layer])
@@ -169,7 +175,7 @@ def _module(config: type[layers.LayerConfig]) -> Callable[[Kind], Kind]:
         cls.__doc__ = "\n\n".join((inspect.cleandoc(cls.__doc__ or ""), equations, common))
         # Python's errors name a method with the class in which it is written.
         for name in ("__init__", "__call__", "init_cache"):
-            f: Any = vars(_Layer)[name]
+            f: Any = vars(cls).get(name, vars(_Layer)[name])
             copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
             copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
             copy.__qualname__ = f"{cls.__qualname__}.{name}"
@@ -210,3 +216,35 @@ class LightningAttention(_Layer):
 @_module(layers.MlstmLayerConfig)
 class MlstmLayer(_Layer):
     """The mLSTM layer of xLSTM, as a module."""
+
+
+@_module(layers.GatedDeltaProductConfig)
+class GatedDeltaProduct(_Layer):
+    """Gated DeltaProduct, whose tokens take several steps of the delta rule each, as a module."""
+
+
+@_module(layers.Rwkv7AttentionConfig)
+class Rwkv7Attention(_Layer):
+    """The attention of RWKV-7, as a module, which hands the values of the first layer of a model on."""
+
+    def __call__(
+        self, x: jax.Array, v_first: jax.Array | None = None, *, decode: bool = False,
+        cu_seqlens: jax.Array | None = None, segment_ids: jax.Array | None = None, padding_id: int = -1,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """Run the layer over hidden states.
+
+        Args:
+          x: hidden states [B, T, D], float32, bfloat16 or float16.
+          v_first: the values of the first layer at the same tokens [B, T, H, V], which that layer returned; None for
+            the first layer, whose config has no R_first.
+          decode, cu_seqlens, segment_ids, padding_id: as in the other modules.
+
+        Returns:
+          y [B, T, D] in the type of x, and v_first for the next layers.
+
+        Raises:
+          ValueError: an argument has the wrong shape or type, or `decode` comes before `init_cache`.
+        """
+        packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, padding_id=padding_id)
+        y, v_first = self._run(x, decode, v_first=v_first, **packing)
+        return y, v_first
