@@ -304,9 +304,9 @@ def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
 def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     """Return the config of the linear attention of a model.
 
-    A setting that `hf_config` leaves out, or has as null, is the default of transformers, or of flash-linear-attention
-    for its models. Names that have nothing to do with linear attention, such as names that a fine-tune or a
-    quantization adds, are not read.
+    A setting that `hf_config` leaves out, or has as null, is the default of transformers. For models of
+    flash-linear-attention it is the default there. Names that have nothing to do with linear attention, such as names
+    that a fine-tune or a quantization adds, are not read.
 
     Args:
       hf_config: the content of a model's config.json, as published or as transformers saves it; or a config of
