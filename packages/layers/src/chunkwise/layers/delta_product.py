@@ -125,7 +125,8 @@ def _mix(
         use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval, **gate,
     )  # fmt: skip
     y = norm.norm_heads(run, o, running.project(x, w.z), w.norm, activation="silu", eps=config.eps)
-    return running.project_out(y, w.out, x), caches.Cache(tuple(after for _, after in pairs), state)
+    kept: Any = tuple(after for _, after in pairs)
+    return running.project_out(y, w.out, x), caches.Cache(kept, state)
 
 
 LAYER = layer.Definition(

@@ -35,8 +35,8 @@ def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
     )  # fmt: skip
 
 
-def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfig:
-    """Return the config of a layer of RWKV-7."""
+def rwkv7(s: settings.Settings, layer: Any) -> config.Rwkv7AttentionConfig:
+    """Return the config of a layer of RWKV-7, of its number."""
     _check_given(layer)
     D, heads = s.whole("hidden_size"), s.whole("num_heads")
     # Their number says the size of heads only where the size is null, and not missing. Else it is not read, and some
@@ -60,7 +60,7 @@ def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfi
     )  # fmt: skip
 
 
-def _check_given(layer: int | None) -> None:
+def _check_given(layer: Any) -> None:
     rule = "`layer` must be the number of the layer, because the first one takes no values of another"
     checks.check(layer is not None, f"{rule}; got None.")
 
@@ -80,7 +80,7 @@ def is_released(named: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and name.startswith("blocks.0.") for name in named)
 
 
-def released(named: Mapping[str, Any], layer: int | None) -> config.Rwkv7AttentionConfig:
+def released(named: Mapping[str, Any], layer: Any) -> config.Rwkv7AttentionConfig:
     """Return the config of a layer of a released file of RWKV-7, from the shapes of its arrays."""
     _check_given(layer)
     whole = config.is_whole(layer) and layer >= 0
@@ -88,7 +88,7 @@ def released(named: Mapping[str, Any], layer: int | None) -> config.Rwkv7Attenti
 
     def shape(name: str) -> tuple[int, int]:
         full = f"blocks.{layer}.att.{name}"
-        found = np.shape(named[full]) if full in named else None
+        found: Any = np.shape(named[full]) if full in named else None
         two = found is not None and len(found) == 2
         rule = f"`hf_config` must have {full!r} of two dimensions, as files of RWKV-7 have it"
         checks.check(two, f"{rule}; got {'no such name' if found is None else found}.")

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -294,8 +295,8 @@ class Definition(Generic[Config, Weights]):
         function.__name__ = function.__qualname__ = prefix + self.name
         function.__module__ = self.mix.__module__
         classes = {Config: self.config, Weights: self.weights}
-        types = signature.__annotations__
-        function.__annotations__ = {name: classes.get(kind, kind) for name, kind in types.items()}
+        kinds = signature.__annotations__
+        function.__annotations__ = {name: classes.get(kind, kind) for name, kind in kinds.items()}
         equations, label, figures = inspect.cleandoc(doc or "").partition("Accuracy:")
         arguments = inspect.cleandoc(signature.__doc__ or "").partition("\n\n")[2]
         whole = "\n\n".join(filter(None, (equations.strip(), arguments, label + figures)))
@@ -304,10 +305,8 @@ class Definition(Generic[Config, Weights]):
         known = [x for x in inspect.signature(function).parameters.values() if x.kind != x.VAR_KEYWORD]
         if self.hands_on is not None and prefix in ("", "ragged_"):
             known.append(inspect.Parameter(self.hands_on, inspect.Parameter.KEYWORD_ONLY, default=None))
-            returned = function.__annotations__["return"]
-            function.__annotations__ |= {
-                self.hands_on: jax.Array | None, "return": tuple[*typing.get_args(returned), jax.Array]
-            }  # fmt: skip
+            results = types.GenericAlias(tuple, (*typing.get_args(function.__annotations__["return"]), jax.Array))
+            function.__annotations__ |= {self.hands_on: jax.Array | None, "return": results}
         function.__signature__ = inspect.Signature(known)
         return function
 

@@ -251,7 +251,7 @@ def convolve_heads(
     return [by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True)], tuple(conv for _, conv in pairs)
 
 
-def shift(run: Run, x) -> tuple[jax.Array, jax.Array]:
+def shift(run: Run, x) -> tuple[jax.Array, Any]:
     """Return the hidden states of the token before each token of x [B, T, D], and their part of the cache.
 
     Before a sequence they are zeros. It is a convolution that reads only the older one of two tokens.

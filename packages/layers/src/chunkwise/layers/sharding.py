@@ -65,7 +65,8 @@ def shardings(
     checks.check(type(config) in LAYERS, f"`config` must be that of a layer; got {type(config).__name__}.")
     letters = division.Letters(config, mesh_axes, mesh)
     found = LAYERS[type(config)]
-    cache = caches.Cache(config.conv_letters, config.state_letters)
+    conv: Any = config.conv_letters
+    cache = caches.Cache(conv, config.state_letters)
     return Shardings(*jax.tree.map(letters.spec, (found.weights(**found.split(config)), "bt.", cache, "btn.")))
 
 
