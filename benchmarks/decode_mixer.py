@@ -145,7 +145,7 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
-    time = times.device_ms(CHIPS[chip], bundles, around, steps, floor / clock / 1e6)
+    time = times.device_ms(CHIPS[chip], [times.Launch(bundles, steps, floor / clock / 1e6)], around)
     if chip == "v6e" and "count" in (found := count("count_around(*of, rows=False)")):
         row["around_in_default_layout"] = found["count"]
     return row | {"cycles": max(bundles, floor) + around, "estimate_ms": time}

@@ -67,10 +67,12 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
         before = COLLECTIVE.search(text)
         kernels = launches(text)
         summaries = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
+        counts = lambda names: (tpu.counts(folder, names) or {}).values()
+        bundles = lambda names: sum(n for n, _ in counts(names)) or None
         return {
             "kernels": len(kernels),
-            "summary_bundles": tpu.bundles(folder, set(summaries))[0],
-            "bundles": tpu.bundles(folder, set(kernels))[0],
+            "summary_bundles": bundles(set(summaries)),
+            "bundles": bundles(set(kernels)),
             "around_cycles": tpu.operations(text),
             **_sent(text, mesh.size),
             **_memory(program),

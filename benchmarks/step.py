@@ -388,9 +388,10 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
 
 def step_ms(row: dict, chip: str) -> float:
     """Return the time of a step on a chip from its row; decodes and prefills take at least the time of their bytes."""
-    one, clock = CHIPS[chip], CHIPS[chip].clock_ghz
-    parts = [
-        [row.get(f"{kind}_{name}") or 0 for name in ("bundles", "steps", "floor")] for kind in ("decode", "prefill")
+    one = CHIPS[chip]
+    of = lambda kind: (row.get(f"{kind}_{name}") or 0 for name in ("bundles", "steps", "floor"))
+    launches = [
+        times.Launch(bundles, steps, floor / one.clock_ghz / 1e6)
+        for bundles, steps, floor in map(of, ("decode", "prefill"))
     ]
-    kernels = sum(times.device_ms(one, bundles, 0, steps, floor / clock / 1e6) for bundles, steps, floor in parts)
-    return kernels + times.device_ms(one, 0, row["around_cycles"], 0)
+    return times.device_ms(one, launches, row["around_cycles"])

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import glob
 import json
+import math
 import os
 import re
 import subprocess
@@ -32,7 +33,7 @@ from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
 # The figures that are not known of a program if the number of its loops' iterations depends on data.
-COUNTED = ("kernel_cycles", "around_cycles", "bundles", "grid_steps", "estimate_ms")
+COUNTED = ("kernel_cycles", "around_cycles", "bundles", "grid_steps", "launches", "estimate_ms")
 
 
 def _static(folder: str) -> dict:
@@ -103,10 +104,30 @@ def conditional_branches(line: str) -> list[str]:
     return [name.strip().lstrip("%") for name in named.split(",")]
 
 
-def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple[int | None, int | None]:
-    """Return the bundles of the kernels, without waits, and the steps of their grids.
+def launch_bytes(text: str) -> dict[str, int]:
+    """Return the bytes of the operands and results of kernels' launches, by name, from a program's compiled text.
 
-    They are None if a kernel has no dump, or has a loop whose number of iterations is not known.
+    An array that lies in the fast memory (a layout with `S(1)`) is not counted.
+    """
+    line = r"^\s*(?:ROOT )?%?(\S+) = (.*?) [\w\-]+\((.*)"
+    found = {name: (shape, rest) for name, shape, rest in re.findall(line, text, re.MULTILINE)}
+
+    def size(shape: str) -> int:
+        bits = 0
+        for kind, sizes, layout in re.findall(r"([a-z]+\d*)\w*\[([\d,]*)\](?:\{([^}]*)\})?", shape):
+            width = int(re.sub(r"\D", "", kind) or 8)
+            bits += 0 if "S(" in layout else width * math.prod(int(n) for n in sizes.split(",") if n)
+        return bits // 8
+
+    read = lambda rest: re.findall(r"%([\w.\-]+)", rest.partition("), custom_call_target")[0])
+    shapes = lambda name: [found[name][0], *(found[x][0] for x in read(found[name][1]))]
+    return {name: sum(map(size, shapes(name))) for name in launches(text)}
+
+
+def counts(folder: str, kernels: set[str], turns: Turns | None = None) -> dict[str, tuple[int, int]] | None:
+    """Return the bundles of each kernel, without waits, and the steps of its grid.
+
+    None is returned if there is no kernel, or if one has no dump or a loop whose number of iterations is not known.
 
     Args:
       folder: the folder of the dumps.
@@ -125,10 +146,7 @@ def bundles(folder: str, kernels: set[str], turns: Turns | None = None) -> tuple
             counted = regions.kernel_bundles(loop, *told), loop.turns - 2
         if counted is not None:
             found[name[1]] = counted
-    if not kernels or found.keys() != kernels:
-        return None, None
-    total, steps = (sum(column) for column in zip(*found.values(), strict=True))
-    return total, steps
+    return found if kernels and found.keys() == kernels else None
 
 
 @contextlib.contextmanager
@@ -169,18 +187,20 @@ def figures(
         program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=auto_layout)
         compile_s = time.perf_counter() - start
         text = program.as_text()
-        kernels, cycles = set(launches(text)), profiled(folder)
-        kernel = sum(n for name, n in cycles.items() if name in kernels)
-        counted, steps = bundles(folder, kernels, turns)
+        moved, cycles = launch_bytes(text), profiled(folder)
+        kernel = sum(n for name, n in cycles.items() if name in moved)
+        counted = counts(folder, set(moved), turns)
         # Without a profile, the text has the cycles.
         around = sum(cycles.values()) - kernel if kernel else operations(text)
-        known = counted is not None and steps is not None
+        floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
+        found = counted and {name: times.Launch(*counted[name], floor(n)) for name, n in moved.items()}
         return {
             "kernel_cycles": kernel or None,
             "around_cycles": around,
-            "bundles": counted,
-            "grid_steps": steps,
-            "estimate_ms": times.device_ms(CHIPS[chip], counted, around, steps, floor_ms) if known else None,
+            "bundles": found and sum(x.bundles for x in found.values()),
+            "grid_steps": found and sum(x.grid_steps for x in found.values()),
+            "launches": found,
+            "estimate_ms": found and times.device_ms(CHIPS[chip], found.values(), around, floor_ms),
             "floor_ms": floor_ms,
             "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
             **_static(folder),

@@ -95,7 +95,9 @@ def calibration_rows() -> str:
     """Published times of peers beside the formula."""
 
     def ms(row):
-        on_device = times.device_ms(CHIPS[row["chip"]], row["bundles"], row["around_cycles"], row["grid_steps"])
+        on_device = times.device_ms(
+            CHIPS[row["chip"]], [times.Launch(row["bundles"], row["grid_steps"])], row["around_cycles"]
+        )
         return times.CALL_MS * row["blocking"] + on_device
 
     columns = {

@@ -45,20 +45,37 @@ def test_static_figures(tmp_path):
         ("", "", (3 * 4, 4)),
         # The branch of the loop over the grid may carry no depth.
         ("", "0x3   :  { %e }", (4 * 4, 4)),
-        (">", "", (None, None)),
+        (">", "", None),
         (">", "0x3   : >> { %q = scmp.ge.s32.totalorder %s, 5 /* loop exit test */ }", (4 * (2 + 2 * 5), 4)),
     ],
     ids=["one loop", "a branch without depth", "a loop in it", "a loop of 5 turns in it"],
 )
 def test_bundles_of_the_loop_over_the_grid(inner, test, expected, tmp_path):
-    from benchmarks.tpu import bundles
+    from benchmarks.tpu import counts
 
     lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}", *filter(None, [test])]
     lines += ["0x4   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x5   :  { %d }"]
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
         (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
-    assert bundles(str(tmp_path), {"kernel.1"}) == expected
-    assert bundles(str(tmp_path), {"kernel.1", "kernel.2"}) == (None, None)
+    assert counts(str(tmp_path), {"kernel.1"}) == (expected and {"kernel.1": expected})
+    assert counts(str(tmp_path), {"kernel.1", "kernel.2"}) is None
+
+
+def test_bytes_of_launches():
+    """Operands and results count by their types; an array in the fast memory, and what no launch reads, do not."""
+    from benchmarks.tpu import launch_bytes
+
+    kernel = 'custom_call_target="tpu_custom_call"'
+    lines = [
+        "ENTRY %main {",
+        "  %a = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)",
+        "  %b = f32[16]{0:T(256)S(1)} copy(%c), metadata={}",
+        "  %other = f32[1024]{0} parameter(2)",
+        f"  %k.1 = (f8e4m3fn[10]{{0}}, /*index=1*/pred[3]{{0}}) custom-call(%a, /*index=1*/%b), {kernel}",
+        "  %x = f8e4m3fn[10]{0} get-tuple-element(%k.1), index=0",
+        f'  ROOT %k.2 = s32[5]{{0}} custom-call(%x), {kernel}, metadata={{op_name="f(%other)"}}',
+    ]
+    assert launch_bytes("\n".join(lines)) == {"k.1": 4 * 8 * 2 + 10 + 3, "k.2": 10 + 5 * 4}
 
 
 def test_regions_that_a_layer_runs():
@@ -341,7 +358,10 @@ def test_the_formula_is_the_fit():
     ) == (times.SPREAD, times.WORST)  # fmt: skip
     for name in ("tpu-layers", "tpu-kda"):
         for row in tables.rows_of(name):
-            counts = (row[key] for key in ("bundles", "around_cycles", "grid_steps", "floor_ms"))
+            # A program with one launch moves its own bytes alone.
+            launches = row.get("launches") or {"": (row["bundles"], row["grid_steps"])}
+            launches = [times.Launch(*x) for x in launches.values()]
+            counts = (launches, row["around_cycles"], row["floor_ms"])
             assert row["estimate_ms"] == pytest.approx(times.device_ms(CHIPS[row["chip"]], *counts))
     for chip in CHIPS:
         for row in tables.rows_of(f"step-{chip}"):

@@ -5,8 +5,12 @@ docs/hardware.md has the points and the fit. The time of a program on the device
 
     FACTOR (bundles + cycles of operations outside of kernels) / clock + STEP_US (steps of all grids),
 
-and at least the time to move its bytes. A call that waits for its result takes CALL_MS more.
+where a launch of a kernel takes at least the time to move its bytes, and so does the program. A call that waits for its
+result takes CALL_MS more.
 """
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from chunkwise.shared.chips import Chip
 
@@ -19,15 +23,29 @@ SPREAD = 0.073
 WORST = (0.85, 1.16)
 
 
-def device_ms(chip: Chip, bundles: int, around_cycles: int, grid_steps: int, floor_ms: float = 0.0) -> float:
+class Launch(NamedTuple):
+    """A launch of a kernel.
+
+    Attributes:
+      bundles: how many instruction bundles it runs; a loop counts for every iteration.
+      grid_steps: steps of its grid.
+      floor_ms: the time in ms to move its bytes at peak bandwidth, which is its least time.
+    """
+
+    bundles: int
+    grid_steps: int
+    floor_ms: float = 0.0
+
+
+def device_ms(chip: Chip, launches: Iterable[Launch], around_cycles: int, floor_ms: float = 0.0) -> float:
     """Return the time on the device in ms, without CALL_MS.
 
     Args:
       chip: the chip.
-      bundles: how many instruction bundles all kernels run; a loop counts for every iteration.
+      launches: all launches of kernels.
       around_cycles: cycles of the operations outside of kernels, from the compiler.
-      grid_steps: steps of the grids of all kernels.
-      floor_ms: the time in ms to move the bytes of the kernels at peak bandwidth, which is the least time.
+      floor_ms: the time in ms to move the bytes of the program at peak bandwidth, the least time of the launches.
     """
     to_ms = lambda cycles: FACTOR * cycles / chip.clock_ghz / 1e6
-    return max(to_ms(bundles) + STEP_US * grid_steps / 1e3, floor_ms) + to_ms(around_cycles)
+    times = (max(to_ms(x.bundles) + STEP_US * x.grid_steps / 1e3, x.floor_ms) for x in launches)
+    return max(sum(times), floor_ms) + to_ms(around_cycles)
