@@ -10,7 +10,7 @@ HOSTS = {
     "sglang-jax": ((EXTRA.format("sglang-jax"), "sglang-jax==0.1.0rc0"), ()),
     "maxtext": ((EXTRA.format("maxtext"), "maxtext==0.2.5"), ()),
     "levanter": ((EXTRA.format("levanter"), "jax[tpu]==0.11.2"), ()),
-    "tpu-inference": (("jax[tpu]==0.11.2", "absl-py"), ("tpu-inference==0.32.0",)),
+    "tpu-inference": (("jax[tpu]==0.11.2", "absl-py", "safetensors", "rich"), ("tpu-inference==0.32.0",)),
     "keras-hub": ((EXTRA.format("keras-hub"), "keras-hub==0.32.0"), ()),
     "lm-eval": (("lm-eval==0.4.13", "tokenizers", "jax", "safetensors", "rich"), ()),
     "qwix": ((EXTRA.format("nnx"), "qwix==0.1.8"), ()),

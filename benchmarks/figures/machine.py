@@ -100,7 +100,7 @@ def chunk_sizes() -> str:
         def cell(row):
             entry = OPERATORS[f"chunk_{row['operator']}"]
             # For many tokens, because a sequence that is shorter than a chunk has a smaller chunk.
-            kind = {"per_channel": entry.per_channel, "delta": entry.delta}
+            kind = {"per_channel": entry.per_channel, "state": 0 if entry.delta else 128 * 128}
             return str(choose_chunk_size(None, implementation, 2048, **kind))
 
         return cell

@@ -24,7 +24,8 @@ def test_the_best_chunk_size():
     assert [best_chunk_size("fused", T) for T in (1, 16, 17, 33, 64, 5000)] == [16, 16, 32, 64, 64, 64]
     assert best_chunk_size() == 64
     best = functools.partial(best_chunk_size, "xla", 5000)
-    assert (best(), best(per_channel=True), best(per_channel=True, delta=False), best(delta=False)) == (64, 32, 32, 128)
+    states = [best(state=K * V) for K, V in ((128, 64), (128, 128), (256, 64))]
+    assert (best(), best(per_channel=True), best(per_channel=True, state=128**2), *states) == (64, 32, 32, 64, 128, 128)
 
 
 def test_choose_heads():

@@ -185,6 +185,18 @@ def test_xla_costs_what_its_tokens_cost():
     assert (flops(512) <= 1.5 * flops(1)).all()
 
 
+def test_xla_shares_the_products_of_a_key_head():
+    """The sizes of a Mamba-2 with one key head for all values: its keys cost once, and are kept once."""
+
+    def cost(H):
+        of = lambda *sizes: jax.ShapeDtypeStruct((1, 1024, *sizes), jnp.float32)
+        loss = lambda q, k, v, g: jnp.sum(chunk_either_gla(q, k, v, g, implementation="xla")[0])
+        run = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(of(H, 64), of(H, 64), of(8, 32), of(8)).compile()
+        return np.array([run.cost_analysis()["flops"], run.memory_analysis().temp_size_in_bytes])
+
+    assert (cost(1) <= np.array([0.7, 0.95]) * cost(8)).all()
+
+
 @pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 def test_the_backward_keeps_no_padding(per_channel):
     x = make_inputs(1, 64, 2, K=60, V=100, dtype=jnp.bfloat16, num_states=1, per_channel=per_channel)

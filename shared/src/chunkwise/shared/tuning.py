@@ -31,7 +31,7 @@ _injected: contextvars.ContextVar[Mapping] = contextvars.ContextVar("injected_or
 _SEARCHED = "v6e"
 
 
-def best_chunk_size(implementation: str = "", T: int = CHUNK_SIZE, *, per_channel=False, delta=True) -> int:
+def best_chunk_size(implementation: str = "", T: int = CHUNK_SIZE, *, per_channel=False, state=0) -> int:
     """Return the chunk size to use where none was asked for.
 
     Stages ask without arguments, because the stages of a chain must agree.
@@ -41,11 +41,12 @@ def best_chunk_size(implementation: str = "", T: int = CHUNK_SIZE, *, per_channe
         sizes on a CPU, which docs/performance.md shows, and "gpu" the best size on a GPU.
       T: tokens; the rows of a chunk that are past the last token cost as much as others.
       per_channel: whether gates are per channel: their scores cost more in a large chunk.
-      delta: whether it is a delta rule: its inverse costs more in a large chunk.
+      state: the size K V of a head's state, of an operator without a delta rule: a large state takes most of the time
+        in small chunks.
     """
     best = CHUNK_SIZE
     if implementation == "xla":
-        best = 32 if per_channel else best if delta else 128
+        best = 32 if per_channel else 128 if state >= 128 * 128 else best
     # `jax.export` may leave the number of tokens open.
     return min(size for size in CHUNK_SIZES if size >= (min(T, best) if isinstance(T, int) else best))
 

@@ -48,7 +48,9 @@ def chunk(named: dict[str, Any]) -> Results:
     x, options = _checked(named)
     # Without a delta rule, whose inverse grows with it, the largest size that any implementation prefers is the best.
     if options.chunk_size is None:
-        options = options._replace(chunk_size=tuning.best_chunk_size("xla", x.q.shape[1], delta=False))
+        options = options._replace(
+            chunk_size=tuning.best_chunk_size("xla", x.q.shape[1], state=x.k.shape[3] * x.v.shape[3])
+        )
     how = implementations.choose(OPERATOR.implementations, named["implementation"], x, options).name
     attend = lambda x, options: OPERATOR.chunk(x, options, how)
     # The kernels take whole registers of values: then all lanes of a register have the divisor.

@@ -166,7 +166,7 @@ def check_chunk_size(chunk_size) -> None:
     )
 
 
-def choose_chunk_size(chunk_size: int | None, implementation="", T: int = tuning.CHUNK_SIZE, **kind: bool) -> int:
+def choose_chunk_size(chunk_size: int | None, implementation="", T: int = tuning.CHUNK_SIZE, **kind: int) -> int:
     """Return the chunk size that was asked for, checked; for None the result of `tuning.best_chunk_size`."""
     if chunk_size is None:
         return tuning.best_chunk_size(implementation, T, **kind)

@@ -168,8 +168,8 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
 
 def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
     """Return options with the chunk size that was asked for, or else the best one for an implementation or "gpu"."""
-    per_channel, delta = x.g is not None and x.g.ndim == 4, x.beta is not None
-    chunk_size = checks.choose_chunk_size(options.chunk_size, name, x.q.shape[1], per_channel=per_channel, delta=delta)
+    per_channel, state = x.g is not None and x.g.ndim == 4, 0 if x.beta is not None else x.k.shape[3] * x.v.shape[3]
+    chunk_size = checks.choose_chunk_size(options.chunk_size, name, x.q.shape[1], per_channel=per_channel, state=state)
     return options._replace(chunk_size=chunk_size)
 
 

@@ -69,19 +69,22 @@ class Form(NamedTuple):
     """How n chunks of h heads with values v change the states S before them, and read them.
 
         v_new = beta (I + A)^-1 (v - e S)      of a delta rule; v without one
-        o = scale (q S + scores v_new)
-        S' = through S + k^T v_new
+        o = scale (from_start q S + scores v_new)
+        S' = through S + k^T to_end v_new
 
-    In a delta rule beta multiplies the columns of A, so that its own gradient needs no division by it.
+    In a delta rule beta multiplies the columns of A, so that its own gradient needs no division by it. Where there are
+    fewer key heads h than value heads HV, several value heads read and write by one key head.
 
     Attributes:
-      through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
-      k: keys decayed to the ends of their chunks, [n, h, C, K].
-      q: queries decayed from the starts of their chunks [n, h, C, K], or None.
+      through: decays over whole chunks [n, HV, 1, 1] or, per channel, [n, HV, K, 1].
+      k: keys [n, h, C, K], decayed to the ends of their chunks without `to_end`.
+      q: queries [n, h, C, K], decayed from the starts of their chunks without `from_start`; or None.
       scores: decayed products of queries with keys [n, h, C, C], or None.
       A: strictly lower [n, h, C, C], or None.
       e: the keys that erase, decayed from the starts of the chunks, [n, h, C, K].
       beta: columns [n, h, C, 1].
+      from_start, to_end: decays of an operator without a delta rule, columns [n, HV, C, 1]; None if keys and queries
+        have them.
     """
 
     through: jax.Array
@@ -91,6 +94,8 @@ class Form(NamedTuple):
     A: Any = None
     e: Any = None
     beta: Any = None
+    from_start: Any = None
+    to_end: Any = None
 
 
 class Rule(NamedTuple):
@@ -287,7 +292,7 @@ def _in_segments(
 ) -> tuple[Any, Any, Any, Any]:
     """Do the same as `_one_by_one` with few launches; return None for the inverses."""
     restarts = None if starts is None else starts.restarts(h0)
-    w, u = None, v
+    w, u = None, v if form.to_end is None else form.to_end * v
     if form.A is not None:
         A_inv = _inverse(form.A)
         w, u = (form.beta * solve(products, form.A, A_inv, y) for y in (form.e, v))
@@ -295,8 +300,9 @@ def _in_segments(
     o = None
     if form.q is not None:
         here = state_scan.select_states(restarts, states)
-        v_new = u if w is None else u - products.dot(w, here)
-        o = products.dot(form.q, here) + products.dot(form.scores, v_new)
+        v_new = v if w is None else u - products.dot(w, here)
+        seen = products.dot(form.q, here)
+        o = (seen if form.from_start is None else form.from_start * seen) + products.dot(form.scores, v_new)
     return o, states, S, None
 
 

@@ -32,7 +32,10 @@ SEGMENTS = 16
 
 
 class Products(NamedTuple):
-    """Products of matrices in arrays [..., m, n], of three bfloat16 passes where `passes` is 3; see `matmul`."""
+    """Products of matrices in arrays [..., h, m, n], of three bfloat16 passes where `passes` is 3; see `matmul`.
+
+    Where b has r times as many heads as a, each head of a multiplies r heads of b next to one another.
+    """
 
     passes: int | None
 
@@ -49,6 +52,12 @@ class Products(NamedTuple):
         return self._batched(matmul.dot_tn, a, b)
 
     def _batched(self, product, a, b):
+        if (h := a.shape[-3]) != (heads := b.shape[-3]):
+            # The r heads are columns of one matrix.
+            b = jnp.moveaxis(b.reshape(*b.shape[:-3], h, heads // h, *b.shape[-2:]), -3, -2)
+            made = self._batched(product, a, b.reshape(*b.shape[:-2], -1))
+            made = jnp.moveaxis(made.reshape(*made.shape[:-1], *b.shape[-2:]), -2, -3)
+            return made.reshape(*made.shape[:-4], heads, *made.shape[-2:])
         flat = lambda y: y.reshape(-1, *y.shape[-2:])
         made = product(flat(a), flat(b), passes=self.passes)
         return made.reshape(*a.shape[:-2], *made.shape[-2:])
