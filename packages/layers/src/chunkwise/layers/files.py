@@ -16,15 +16,16 @@ from chunkwise.shared.call import checks
 
 # The names of the files of a checkpoint, as transformers and others have them.
 ONE, INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# The types that the library has arrays of numpy for, by their names in the format safetensors, and their bits.
-_NUMPY = dict(BOOL=8, U8=8, I8=8, U16=16, I16=16, F16=16, U32=32, I32=32, F32=32, U64=64, I64=64, F64=64)
-# The types that are views of bytes, with their names.
-_VIEWS = dict(
-    BF16=("bfloat16", 16), F8_E4M3=("float8_e4m3fn", 8), F8_E5M2=("float8_e5m2", 8), F8_E8M0=("float8_e8m0fnu", 8),
-    F8_E4M3FNUZ=("float8_e4m3fnuz", 8), F8_E5M2FNUZ=("float8_e5m2fnuz", 8), F4=("float4_e2m1fn", 4),
+# The types of arrays, by their names in the format safetensors: that of numpy or JAX, and its bits.
+_TYPES = dict(
+    BOOL=("bool", 8), U8=("uint8", 8), I8=("int8", 8), U16=("uint16", 16), I16=("int16", 16), F16=("float16", 16),
+    U32=("uint32", 32), I32=("int32", 32), F32=("float32", 32), U64=("uint64", 64), I64=("int64", 64),
+    F64=("float64", 64), BF16=("bfloat16", 16), F8_E4M3=("float8_e4m3fn", 8), F8_E5M2=("float8_e5m2", 8),
+    F8_E8M0=("float8_e8m0fnu", 8), F8_E4M3FNUZ=("float8_e4m3fnuz", 8), F8_E5M2FNUZ=("float8_e5m2fnuz", 8),
+    F4=("float4_e2m1fn", 4),
 )  # fmt: skip
-# The bits of other types, which lie between the arrays that are read.
-_BITS = dict(C64=64, F6_E2M3=6, F6_E3M2=6) | _NUMPY | {name: bits for name, (_, bits) in _VIEWS.items()}
+# The bits of all types, some of which only lie between the arrays that are read.
+_BITS = dict(C64=64, F6_E2M3=6, F6_E3M2=6) | {name: bits for name, (_, bits) in _TYPES.items()}
 
 
 class _Place(NamedTuple):
@@ -44,12 +45,11 @@ class _Arrays(Mapping):
 
     def __getitem__(self, name: str) -> Any:
         place = self._places[name]
-        valid = place.kind in _NUMPY or place.kind in _VIEWS
-        rule = f"`directory` must have {name!r} of one of {[*_NUMPY, *_VIEWS]}"
-        checks.check(valid, f"{rule}; got {place.kind!r} in {place.file.name}.")
+        rule = f"`directory` must have {name!r} of one of {[*_TYPES]}"
+        checks.check(place.kind in _TYPES, f"{rule}; got {place.kind!r} in {place.file.name}.")
         try:
-            return _read(name, place) if place.kind in _NUMPY else _view(name, place)
-        except (OSError, safetensors.SafetensorError) as error:
+            return _read(place)
+        except OSError as error:
             rule = f"`directory` must have {name!r} whole in {place.file.name}"
             raise ValueError(f"{rule}, as it was at the call; got: {error}") from error
 
@@ -60,18 +60,9 @@ class _Arrays(Mapping):
         return len(self._places)
 
 
-def _read(name: str, place: _Place) -> np.ndarray:
-    """Return an array that the library reads, which checks the whole file again."""
-    with safetensors.safe_open(place.file, framework="numpy") as opened:
-        x = opened.get_tensor(name)
-    if tuple(x.shape) != place.shape:
-        raise OSError(f"shape {x.shape} in the place of {place.shape}")
-    return x
-
-
-def _view(name: str, place: _Place) -> np.ndarray:
-    """Return an array of a type that the library has no array of numpy for, out of the bytes that it found."""
-    kind, bits = _VIEWS[place.kind]
+def _read(place: _Place) -> np.ndarray:
+    """Return an array out of the bytes where the library has found it: nothing else of the file is read again."""
+    kind, bits = _TYPES[place.kind]
     count = math.prod(place.shape) * bits // 8
     read = np.fromfile(place.file, np.uint8, count, offset=place.begin)
     if read.size != count:
