@@ -132,6 +132,24 @@ def mlp(x, w: Mlp):
     return (jax.nn.silu(x @ w.gate) * (x @ w.up)) @ w.down
 
 
+class Block(NamedTuple):
+    """The weights of a block: norms [D] before or after the mixer and the perceptron or experts, and these."""
+
+    norm: jax.Array
+    mixer: Any
+    mlp_norm: jax.Array
+    mlp: Any
+
+
+class Model(NamedTuple):
+    """The weights of a model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
+
+    embedding: jax.Array
+    blocks: tuple[Any, ...]
+    norm: jax.Array
+    head: jax.Array
+
+
 class Experts(NamedTuple):
     """The weights of a mixture of experts.
 

@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 
 from blocks import (
+    Block,
     Experts,
     Mlp,
+    Model,
     Past,
     Places,
     Routing,
@@ -39,7 +41,6 @@ from blocks import (
 )
 from chunkwise.layers import (
     KimiDeltaAttentionConfig,
-    KimiDeltaAttentionWeights,
     config_from,
     empty_cache,
     init_kimi_delta_attention,
@@ -106,24 +107,6 @@ class LatentAttention(NamedTuple):
     k: jax.Array
     v: jax.Array
     out: jax.Array
-
-
-class Block(NamedTuple):
-    """The weights of a block: norms [D] before the mixer and the perceptron or experts, and these."""
-
-    norm: jax.Array
-    mixer: KimiDeltaAttentionWeights | LatentAttention
-    mlp_norm: jax.Array
-    mlp: Mlp | Experts
-
-
-class Model(NamedTuple):
-    """The weights of the model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
-
-    embedding: jax.Array
-    blocks: tuple[Block, ...]
-    norm: jax.Array
-    head: jax.Array
 
 
 def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, implementation: str | None = None):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from blocks import Past, empty_past, rms_norm, take_places
+from blocks import Model, Past, empty_past, rms_norm, take_places
 from chunkwise.layers import (
     Mamba2Config,
     Mamba2Weights,
@@ -51,15 +51,6 @@ class Block(NamedTuple):
 
     norm: jax.Array
     mixer: Mamba2Weights
-
-
-class Model(NamedTuple):
-    """The weights of the model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
-
-    embedding: jax.Array
-    blocks: tuple[Block, ...]
-    norm: jax.Array
-    head: jax.Array
 
 
 def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, implementation: str | None = None):

@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from blocks import (
+    Block,
     KeyValues,
     Mlp,
+    Model,
     Past,
     Places,
     attend,
@@ -37,7 +39,6 @@ from blocks import (
 )
 from chunkwise.layers import (
     GatedDeltaNetConfig,
-    GatedDeltaNetWeights,
     config_from,
     empty_cache,
     gated_delta_net,
@@ -93,24 +94,6 @@ class Attention(NamedTuple):
     q_norm: jax.Array
     k_norm: jax.Array
     out: jax.Array
-
-
-class Block(NamedTuple):
-    """The weights of a block: norms [D] before the mixer and the perceptron, and these."""
-
-    norm: jax.Array
-    mixer: GatedDeltaNetWeights | Attention
-    mlp_norm: jax.Array
-    mlp: Mlp
-
-
-class Model(NamedTuple):
-    """The weights of the model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
-
-    embedding: jax.Array
-    blocks: tuple[Block, ...]
-    norm: jax.Array
-    head: jax.Array
 
 
 def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, implementation: str | None = None):

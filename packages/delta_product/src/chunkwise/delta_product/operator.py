@@ -4,6 +4,7 @@ The first of n tokens has the gate, and the last one has the query.
 """
 
 import dataclasses
+import functools
 import numbers
 from typing import Any
 
@@ -18,21 +19,6 @@ from chunkwise.shared.call.arguments import Arguments, Options
 OPERATOR = dataclasses.replace(gdn.OPERATOR, name="gated_delta_product")
 
 
-def chunk(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
-    """Run `chunk_gated_delta_product` with these arguments by name."""
-    return _run(OPERATOR.chunk, named)
-
-
-def recurrent(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
-    """Run `recurrent_gated_delta_product` with these arguments by name."""
-    return _run(OPERATOR.recurrent, named)
-
-
-def ragged(named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    """Run `ragged_gated_delta_product` with these arguments by name."""
-    return _run(OPERATOR.ragged, named)
-
-
 def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     x, options, implementation = signature.to_records(named)
     x, n = x.with_int32(), named["num_householder"]
@@ -41,6 +27,12 @@ def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]
     x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
     x = x._replace(q=composition.place(x.q, n, n - 1), g=composition.place(x.g, n, 0))
     return composition.over_tokens(call, x, options, implementation, n)
+
+
+# Functions of the arguments of a call by name.
+chunk = functools.partial(_run, OPERATOR.chunk)
+recurrent = functools.partial(_run, OPERATOR.recurrent)
+ragged = functools.partial(_run, OPERATOR.ragged)
 
 
 def check(x: Arguments, options: Options, n: Any) -> Arguments:

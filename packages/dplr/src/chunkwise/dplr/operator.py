@@ -4,6 +4,7 @@ The first token has the gate; it erases by -a, reading the state before the deca
 a value of zeros. The second one writes k v^T, erases nothing, and has the query.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,21 +21,6 @@ OPERATOR = define_rule(
 )
 # The tensors of a call, and what RWKV-7 calls them.
 TENSORS = {"q": "r", "k": "k", "v": "v", "a": "a", "b": "b", "gk": "w"}
-
-
-def chunk(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
-    """Run `chunk_dplr_delta_rule` or `chunk_rwkv7` with these arguments by name."""
-    return _run(OPERATOR.chunk, named)
-
-
-def recurrent(named: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
-    """Run `recurrent_dplr_delta_rule` or `recurrent_rwkv7` with these arguments by name."""
-    return _run(OPERATOR.recurrent, named)
-
-
-def ragged(named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    """Run `ragged_dplr_delta_rule` with these arguments by name."""
-    return _run(OPERATOR.ragged, named)
 
 
 def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -54,6 +40,12 @@ def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]
         g=composition.place(gk, 2, 0),
     )
     return composition.over_tokens(call, x, options, implementation, 2)
+
+
+# Functions of the arguments of a call by name.
+chunk = functools.partial(_run, OPERATOR.chunk)
+recurrent = functools.partial(_run, OPERATOR.recurrent)
+ragged = functools.partial(_run, OPERATOR.ragged)
 
 
 def check(names: dict[str, str], tensors: list[Any], cu_seqlens: Any) -> None:
