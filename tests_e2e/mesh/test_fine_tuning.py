@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise.layers import GatedDeltaNetConfig, decayed, gated_delta_net, init_gated_delta_net, shardings
+from tests_e2e.mesh import processes
 
 STEPS, SAVED, SECONDS, HEARTBEAT = 6, 2, 200, 10
 CONFIG = GatedDeltaNetConfig(D=8, H=2, HV=2, K=4, V=4)
@@ -90,42 +89,22 @@ def train(folder: Path, dies: str, rank: int) -> list[float]:
 
 
 def worker(rank: int, port: int, folder: str, dies: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", 2, rank, initialization_timeout=60, heartbeat_timeout_seconds=HEARTBEAT
-    )
+    processes.join(rank, port, devices=1, heartbeat_timeout_seconds=HEARTBEAT)
     print(json.dumps(train(Path(folder), dies, rank)), flush=True)
     jax.distributed.shutdown()
 
 
-def run(folder: Path, dies: str = "") -> list:
-    """Run two processes, and return them when both have ended, each with what it printed."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(rank), str(port), str(folder), dies or "never"],
-            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [child.communicate(timeout=SECONDS) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    return list(zip(children, outputs, strict=True))
+def run(folder: Path, dies: str = "never") -> list[processes.Ended]:
+    """Run two processes to their ends."""
+    quick = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    return processes.run_two(__file__, str(folder), dies, seconds=SECONDS, **quick)
 
 
-def losses_of(ended: list) -> list[float]:
+def losses_of(ended: list[processes.Ended]) -> list[float]:
     """Return the losses that both processes have, which must have ended without an error."""
-    for child, (_, errors) in ended:
-        assert child.returncode == 0, errors[-3000:]
-    first, second = (json.loads(out.splitlines()[-1]) for _, (out, _) in ended)
+    for child in ended:
+        assert child.code == 0, child.errors[-3000:]
+    first, second = (json.loads(child.out.splitlines()[-1]) for child in ended)
     assert first == second
     return first
 
@@ -134,12 +113,12 @@ def losses_of(ended: list) -> list[float]:
 def test_a_process_that_dies(tmp_path, when):
     """The other process ends with an error, and does not wait for ever; then both go on after a whole checkpoint."""
     start = time.perf_counter()
-    (first, _), (second, _) = run(tmp_path / "shared", when)
-    assert second.returncode == -signal.SIGKILL
-    assert first.returncode != 0
+    first, second = run(tmp_path / "shared", when)
+    assert second.code == -signal.SIGKILL
+    assert first.code != 0
     assert time.perf_counter() - start < SECONDS
     again = run(tmp_path / "shared")
-    assert all(re.search(r"from [24]\b", out) for _, (out, _) in again), [out for _, (out, _) in again]
+    assert all(re.search(r"from [24]\b", child.out) for child in again), again
     undisturbed = train(tmp_path / "alone", "never", 0)
     np.testing.assert_allclose(losses_of(again), undisturbed, rtol=1e-5)
 

@@ -1,11 +1,7 @@
 """Two processes with two devices each train a layer for three steps and agree with one process."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.pipeline import chunk_gated_delta_rule
+from tests_e2e.mesh import processes
 
 P = PartitionSpec
 B, T, D, H, HV, K, V = 2, 32, 16, 2, 4, 8, 8
@@ -64,44 +61,22 @@ def train(mesh=None) -> list[float]:
     return losses
 
 
-def worker(rank: int, processes: int, port: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank, initialization_timeout=60)
-    assert (jax.process_count(), jax.device_count()) == (processes, 2 * processes)
+def worker(rank: int, port: int) -> None:
+    processes.join(rank, port, devices=2)
+    assert (jax.process_count(), jax.device_count()) == (2, 4)
     # Tokens cross processes, heads do not.
     kinds = (jax.sharding.AxisType.Auto,) * 2
-    print(json.dumps(train(jax.make_mesh((processes, 2), ("tokens", "heads"), axis_types=kinds))), flush=True)
+    print(json.dumps(train(jax.make_mesh((2, 2), ("tokens", "heads"), axis_types=kinds))), flush=True)
     jax.distributed.shutdown()
 
 
 def test_two_processes_agree_with_one():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, str(Path(__file__))]
-    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
-    children = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(port)], env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [child.communicate(timeout=SECONDS) for child in children]
-    finally:
-        # Whatever failed, nobody waits for the other for ever.
-        for child in children:
-            child.kill()
-    for child, (_, errors) in zip(children, outputs, strict=True):
-        assert child.returncode == 0, errors[-2000:]
-    losses = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    ended = processes.run_two(__file__, seconds=SECONDS)
     want = train()
     assert want[0] > want[1] > want[2]
-    for got in losses:
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+    for child in ended:
+        assert child.code == 0, child.errors[-2000:]
+        np.testing.assert_allclose(json.loads(child.out.splitlines()[-1]), want, rtol=1e-5)
 
 
 if __name__ == "__main__":
