@@ -44,8 +44,6 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         repeats = getattr(parameters.get("case"), "repeats", False) and parameters.get("implementation") == "xla"
         other_chip = parameters.get("chip", CHIP) != CHIP
-        # The sessions `solo` run them, where nothing else is installed.
-        repeats |= item.path.name == "test_alone.py"
         named = " ".join(str(getattr(x, "name", x)) for x in parameters.values())
         repeats |= any(name in named for name in ON_OTHER_KERNELS) and THEIR_PACKAGE not in item.path.parts
         if repeats or other_chip or selection.is_thorough(item.cls or item.module, item.originalname, parameters):

@@ -244,8 +244,8 @@ def gpu(session):
     session.run(
         "pytest", *WORKERS, *(PACKAGES[name] / "tests/test_gpu_form.py" for name in ("fused_gdn", "fused_gla", "kda"))
     )
-    files = (("fused_gdn", "reference"), ("fused_gdn", "isolation"), ("kda", "isolation"), ("fused_gla", "reference"))
-    paths = (PACKAGES[name] / f"tests/test_{kind}.py" for name, kind in files)
+    files = ("fused_gdn/{}_reference", "fused_gdn/{}_isolation", "two_keys/{}_isolation", "fused_gla/{}_reference")
+    paths = (ROOT / "packages" / f"{file.format('tests/test')}.py" for file in files)
     session.run("pytest", *WORKERS, "--gpu-forms", "-k", "xla", *paths)
 
 
@@ -269,7 +269,7 @@ def add_package_sessions(name: str) -> None:
         if installed != expected:
             session.error(f"Installing {name} must bring {sorted(expected)}; got {sorted(installed)}.")
         run_example(session, name)
-        if (PACKAGES[name] / "tests/test_alone.py").exists():
+        if name != "shared" and "pipeline" not in packages.needed(name):
             session.run("python", ROOT / "tests/alone_suite.py", name, env={"JAX_PLATFORMS": "cpu"})
 
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."

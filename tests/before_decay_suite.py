@@ -5,16 +5,15 @@ A gate that forgets everything does not forget for such a key, which still reads
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
-from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing import oracle
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.two_keys import operator
+from tests.recurrence import assert_recurrence
 
 PACKED = boundaries(1, 17, 0, 16, 20)  # sequences that begin inside of a chunk, and between chunks
 T = 60  # six tokens of padding
@@ -37,16 +36,18 @@ def check(x: Arguments, options: Options) -> None:
 RECORD = operator.define_rule("before_decay", check, erase_before_decay=True)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def values_and_gradients(call, implementation, options, x, fixed, do, dht):
-    """Return the outputs of a call of the record, and the gradients of all floating inputs."""
+@functools.cache
+def function_of(call: str):
+    """Return a call of the record as a function of inputs by name."""
 
-    def run(x):
-        x = Arguments(**x, **fixed, slots=Slots() if call == "recurrent" else None)
+    def run(cu_seqlens=None, segment_ids=None, implementation=None, output_final_state=False, **x):
+        x = Arguments(
+            **x, cu_seqlens=cu_seqlens, segment_ids=segment_ids, slots=Slots() if call == "recurrent" else None
+        )
+        options = Options(output_final_state=output_final_state, use_qk_l2norm_in_kernel=True, chunk_size=16)
         return getattr(RECORD, call)(x, options, implementation)
 
-    found, pull = jax.vjp(run, x)
-    return found, pull((do, dht))[0]
+    return run
 
 
 def assert_values_and_gradients(implementation, call, form, per_channel, gate, dtype):
@@ -56,16 +57,5 @@ def assert_values_and_gradients(implementation, call, form, per_channel, gate, d
         1, T, 1, 2, 24, 16, dtype=dtype, per_channel=per_channel, num_states=states, gate=gate, erase="key",
         normalise=False,
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    do = jnp.asarray(rng.standard_normal(x["v"].shape), dtype)
-    dht = jnp.asarray(rng.standard_normal((states, 2, 24, 16)), jnp.float32) if states else None
-    options = Options(output_final_state=bool(states), use_qk_l2norm_in_kernel=True, chunk_size=16)
-    spoilt = poison_padding(x, fixed.get("cu_seqlens"), fixed.get("segment_ids"))
-    found, grads = values_and_gradients(call, implementation, options, spoilt, fixed, do, dht)
-    *expected, gradients = reference(**x, **fixed, use_qk_l2norm_in_kernel=True, do=do, dht=dht)
-    kind = jnp.dtype(dtype).name
-    for name, y, want in zip(("o", "final_state")[: 1 + bool(states)], found, expected, strict=False):
-        assert_close(name, y, want, TOLERANCE[kind])
-    for name, y in grads.items():
-        limit = (GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE)[kind]
-        assert_close(f"d{name}", y, gradients[name], limit)
+    reference = functools.partial(oracle.reference, use_qk_l2norm_in_kernel=True)
+    assert_recurrence(function_of(call), x, **fixed, implementation=implementation, expected=reference)

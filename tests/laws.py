@@ -32,6 +32,21 @@ def _raw(x: dict[str, jax.Array], rng: np.random.Generator, heads: tuple[int, ..
     )
 
 
+# The inputs that a law does not read, the step sizes among them.
+NO_LAW = ("q", "k", "v", "beta")
+
+
+def strong_raw_inputs(x: dict[str, jax.Array], strength: float, dtype=jnp.float32) -> dict[str, jax.Array]:
+    """Return inputs with raw gates of a strength, and keys that are all alike, so that pairs of tokens score high."""
+    normal = np.random.default_rng(1).standard_normal
+    keys = np.abs(normal(x["k"].shape))
+    x = {name: y.astype(dtype) for name, y in x.items()}
+    x["k"] = jnp.asarray(keys / np.linalg.norm(keys, axis=-1, keepdims=True), dtype)
+    heads = x["g"].shape[2:]
+    raw = dict(g=strength * normal(x["g"].shape), A_log=0.5 * normal(heads[0]), dt_bias=np.zeros(heads))
+    return x | {name: jnp.asarray(y, jnp.float32) for name, y in raw.items()}
+
+
 def _softplus(x, a, lower_bound):
     decay = -a * np.logaddexp(x, 0.0)
     return decay, -a * np.exp(-np.logaddexp(0.0, -x)), decay

@@ -56,15 +56,9 @@ def test_scale():
     ("arguments", "kind", "message"),
     [
         (
-            dict(options=Options(output_final_state="no")), ValueError,
-            "`output_final_state` must be True or False, known when the program is built; got 'no'.",
-        ),
-        (
             dict(options=Options(use_qk_l2norm_in_kernel=spec())), ValueError,
             "`use_qk_l2norm_in_kernel` must be True or False, known when the program is built; got an array float32 ()",
         ),
-        (dict(options=Options(chunk_size=64.0)), ValueError, "`chunk_size` must be one of (16, 32, 64, 128); got 64.0"),
-        (dict(x=x._replace(scale=spec(2))), ValueError, "`scale` must be None, a number or a scalar array; got (2,)."),
         (
             dict(implementation="gpu"), ValueError,
             "`implementation` must be None or one of ('fused', 'xla'); got 'gpu'.",

@@ -308,12 +308,6 @@ x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(2, 1, 1, 2, 
             dict(slots=jnp.array([3, 3]), pool=spec(4, 2, 8, 8)),
             "`state_indices` must name a slot only once, but for negative ones; got 3 twice.",
         ),
-        (dict(scale="1"), "`scale` must be None, a number or a scalar array; got '1'."),
-        (
-            dict(options=Options(output_final_state=spec(1))),
-            "`output_final_state` must be True or False, known when the program is built; got an array float32 (1,).",
-        ),
-        (dict(implementation="pallas"), "`implementation` must be None or one of ('fused', 'xla'); got 'pallas'."),
     ],
 )
 def test_errors(arguments, message):

@@ -7,9 +7,13 @@ import sys
 import pytest
 
 from release import packages
+from tests import alone_suite
 
 NEEDS = packages.needs_of_tests()
 ABOVE = ["packages/command", "packages/integrations", "packages/layers"]
+KERNELS = [name for name in packages.FOLDERS if name != "shared" and "pipeline" not in packages.needed(name)]
+# The sessions `solo` do the same where nothing else is installed.
+THOROUGH = dict(test_every_argument_works_alone=True)
 
 
 def test_needed():
@@ -81,3 +85,9 @@ def test_changed_files(tmp_path, monkeypatch):
     git("branch", "-D", "main")
     with pytest.raises(SystemExit, match="compares with the branch main or origin/main; git knows neither"):
         packages.changed_files()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_argument_works_alone(name):
+    """No other package is imported."""
+    alone_suite.run(name)

@@ -1,16 +1,13 @@
 """The fused kernels of the operators against the float64 recurrence: values, and values with gradients."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from chunkwise import fused_gdn, fused_gla, kda, two_keys
 from chunkwise.pipeline import operators
-from chunkwise.shared.testing import compare, inputs, oracle
+from chunkwise.shared.testing import inputs
 from tests import laws, segment_suite
+from tests.recurrence import assert_recurrence
 
 # Tiles so small that every axis of a grid has several steps: one head, and two chunks of fused_gla.
 CONFIGS = {
@@ -68,67 +65,20 @@ def test_erase_gates(gradients):
 def assert_operator(operator, sequences, sizes, states, gradients, dtype, config=None, **more):
     """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
     entry = operators.OPERATORS[f"chunk_{operator}"]
-    normalise = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
     x = operators.operator_inputs(
         entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states, **more
     )
-    run = functools.partial(
-        entry.function, **normalise, output_final_state=states, chunk_size=16, implementation="fused",
-        config=config or CONFIGS[operator],
-    )  # fmt: skip
-
-    def results(x, sequences):
-        o, state = run(**x, **sequences)
-        return dict(o=o, final_state=state) if states else dict(o=o)
-
-    rng, cotangents, fn = np.random.default_rng(1), {}, results
-    if gradients:
-        cotangents["o"] = jnp.asarray(rng.standard_normal(x["v"].shape), dtype)
-        if states:
-            cotangents["final_state"] = jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32)
-        fn = functools.partial(compare.with_gradients(results), cotangents=cotangents)
-    got = jax.jit(fn)(inputs.poison_padding(x, **sequences), sequences)
-    o, final_state, *rest = oracle.reference(
-        **x, **sequences, **normalise, do=cotangents.get("o"), dht=cotangents.get("final_state")
-    )
-    want = dict(o=o, final_state=final_state) | {f"d{name}": y for dx in rest for name, y in dx.items()}
-    for name, y in got.items():
-        compare.assert_close(name, y, want[name], compare.tolerance(name, dtype))
-    assert not np.asarray(got["o"], np.float32)[padding(sequences, sizes)].any(), "o of padding must be zero"
-
-
-def padding(sequences, sizes):
-    """Return which tokens are in no sequence, bool [B, T]."""
-    if "segment_ids" in sequences:
-        return np.asarray(sequences["segment_ids"]) < 0
-    end = sequences["cu_seqlens"][-1] if "cu_seqlens" in sequences else sizes[1]
-    return np.broadcast_to(np.arange(sizes[1]) >= int(end), sizes)
+    options = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
+    options |= dict(chunk_size=16, implementation="fused", config=config or CONFIGS[operator])
+    assert_recurrence(entry.function, x, gradients=gradients, **sequences, **options)
 
 
 @pytest.mark.parametrize(("bound", "cores"), [(None, 1), (-5.0, 2)])
 def test_raw_gates(bound, cores):
     """The kernels of kda make decays of raw gates, also of the tokens that pad a chunk, and their gradients."""
     x = laws.raw_inputs(inputs.make_inputs(1, 60, 1, 2, 12, 20, per_channel=True, num_states=6))
-    rng = np.random.default_rng(1)
-    cotangents = {
-        name: jnp.asarray(rng.standard_normal(x[like].shape), jnp.float32)
-        for name, like in (("o", "v"), ("final_state", "initial_state"))
-    }
-
-    def results(x, sequences):
-        o, state = kda.chunk_kda(
-            **x, **sequences, use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True,
-            output_final_state=True, chunk_size=16, implementation="fused", config=CONFIGS["kda"],
-        )  # fmt: skip
-        return dict(o=o, final_state=state)
-
-    got = jax.jit(compare.with_gradients(results))(inputs.poison_padding(x, **PACK), PACK, cotangents)
-    raw = {name: x[name] for name in ("g", "beta", "A_log", "dt_bias")}
-    made, pull = laws.law_reference(**raw, lower_bound=bound)
-    decayed = {name: y for name, y in x.items() if name not in raw} | made
-    o, final_state, gradients = oracle.reference(**decayed, **PACK, do=cotangents["o"], dht=cotangents["final_state"])
-    gradients |= pull(gradients["g"], gradients["beta"])
-    want = dict(o=o, final_state=final_state) | {f"d{name}": y for name, y in gradients.items()}
-    for name, y in got.items():
-        compare.assert_close(name, y, want[name], compare.tolerance(name, "float32"))
+    assert_recurrence(
+        kda.chunk_kda, x, **PACK, use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True,
+        chunk_size=16, implementation="fused", config=CONFIGS["kda"],
+    )  # fmt: skip

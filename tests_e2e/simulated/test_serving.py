@@ -16,6 +16,7 @@ from chunkwise.pipeline import operators
 from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
 from tests import engine, pool_suite, ragged_suite
+from tests.recurrence import assert_recurrence
 
 H, HV, K, V = 1, 2, 12, 20
 
@@ -120,20 +121,7 @@ def test_token_by_token(operator, batch, cores):
     """The backward is plain JAX, and a program with gradients has the forward of a program without."""
     (sequences, count, sizes), entry = BATCHES[batch], operators.OPERATORS[operator]
     x = operators.operator_inputs(entry, *sizes, 2, 4, K, V, num_states=count)
-
-    def run(x, sequences):
-        o, state = entry.function(**x, **sequences, output_final_state=True, implementation="fused")
-        return dict(o=o, final_state=state)
-
-    rng = np.random.default_rng(1)
-    do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), jnp.float32) for name in ("v", "initial_state"))
-    got = jax.jit(compare.with_gradients(run))(
-        inputs.poison_padding(x, **sequences), sequences, dict(o=do, final_state=dht)
-    )
-    o, final_state, gradients = oracle.reference(**x, **sequences, do=do, dht=dht)
-    want = dict(o=o, final_state=final_state) | {f"d{name}": y for name, y in gradients.items()}
-    for name, y in got.items():
-        compare.assert_close(name, y, want[name], compare.tolerance(name, "float32"))
+    assert_recurrence(entry.function, x, **sequences, implementation="fused")
 
 
 @pytest.mark.parametrize(("batch", "cores"), [("rows", 1), ("pack", 2)])

@@ -12,8 +12,6 @@ from chunkwise.command import check, cli
 from chunkwise.pipeline.operators import COMPOSED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 
-# The other tests here run checks of fewer cases.
-THOROUGH = dict(test_check_prints_ascii_text_in_a_pipe=True)
 EVERY = (*OPERATORS.values(), *COMPOSED.values())
 CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
@@ -33,18 +31,6 @@ def kernels(monkeypatch):
         monkeypatch.setattr(check.operators, "COMPOSED", {})
 
     return choose
-
-
-def test_check_prints_ascii_text_in_a_pipe(kernels, capsys):
-    kernels(stages=(CUMSUM,), operators=(SIMPLE_GLA,))
-    assert cli.main(["check"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.isascii()
-    assert "\x1b" not in printed
-    assert re.search(r"8 of 8 passed on cpu, .*, in \d+ seconds, \d+ seconds of processor time, compil", printed)
-    lines = [line for line in printed.splitlines() if SIMPLE_GLA.name in line]
-    assert [("packed" in line, "bfloat16" in line) for line in lines] == [(x, y) for y in (0, 1) for x in (0, 1)]
-    assert all("gradients" in line and "pass" in line for line in lines)
 
 
 def test_check_interprets_kernels(capsys):

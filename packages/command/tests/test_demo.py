@@ -39,7 +39,6 @@ THOROUGH = dict(
     test_a_library_of_fewer_lines=True,
     # They draw the picture, or all but the picture, a second time.
     test_no_picture_without_matplotlib=True,
-    test_demo_of_a_library_of_few_lines=True,
 )
 
 
@@ -49,14 +48,6 @@ def test_a_library_of_fewer_lines(write_library, lines, counts):
     facts = demo.read_facts(max(demo.COUNTS))
     assert len(facts) == lines
     assert tuple(len(recall.facts) for recall in demo.recall(facts, demo.COUNTS)) == counts
-
-
-def test_demo_of_a_library_of_few_lines(write_library, tmp_path, capsys):
-    """It says what it stored, and draws it."""
-    write_library(3)
-    demo.run(tmp_path, Console(width=150), lengths=(32,))
-    assert "Judgement: of 3 lines the delta rule" in capsys.readouterr().out
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 def test_a_library_without_lines(write_library):

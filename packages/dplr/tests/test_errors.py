@@ -17,9 +17,6 @@ WRONG = [
     (dict(b=spec(1, 4, 2, 8)), "`b` must have shape [B, T, H, K] = (1, 4, 1, 8); got (1, 4, 2, 8)."),
     (dict(gk=spec(1, 4, 2)), "`gk` must have shape [B, T, HV, K]; got (1, 4, 2)."),
     (dict(v=spec(1, 8, 2, 8)), "`v` must have shape [B, T, HV, V] = (1, 4, any, any); got (1, 8, 2, 8)."),
-    (dict(min_gate=1.0), "`min_gate` must be None or a number <= 0; got 1.0."),
-    (dict(cu_seqlens=np.array([0, 5])), "`cu_seqlens` must rise from 0 to at most T = 4; got [0, 5]."),
-    (dict(initial_state=spec(1, 1, 8, 8)), "`initial_state` must have shape [N, HV, K, V] = (1, 2, 8, 8)"),
 ]
 
 

@@ -10,32 +10,11 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import VMEM_LIMIT_BYTES
+from tests.recurrence import assert_recurrence
 
 THOROUGH = dict(
     test_shapes_with_states=lambda C: C < 128,
 )
-
-
-def check(x, **arguments):
-    """Compare o and the final state with the oracle; what follows the last sequence of a pack is NaN."""
-    end = x["v"].shape[1] if arguments.get("cu_seqlens") is None else int(arguments["cu_seqlens"][-1])
-    x = {n: y if n == "initial_state" else y.at[:, end:].set(jnp.nan) for n, y in x.items()}
-    o, state = chunk_gated_delta_rule(**x, **arguments, implementation="fused")
-    known = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
-    want_o, want_state = reference(**x, **{n: a for n, a in arguments.items() if n in known})
-    tolerance = TOLERANCE[x["q"].dtype.name]
-    assert o.dtype == x["v"].dtype
-    assert not o[:, end:].any()
-    assert_close("o", o, want_o, tolerance)
-    if arguments.get("output_final_state"):
-        assert_close("final_state", state, want_state, tolerance)
-    else:
-        assert state is None
-
-
-def rows(*inputs):
-    """Return inputs of one row as the rows of a batch."""
-    return {name: jnp.concatenate([x[name] for x in inputs]) for name in inputs[0]}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +28,8 @@ def rows(*inputs):
 )
 def test_shapes_with_states(dtype, C, T, H, HV, K, V):
     x = make_inputs(2, T, H, HV, K, V, dtype=dtype, num_states=2, normalise=False)
-    check(x, chunk_size=C, output_final_state=True, use_qk_l2norm_in_kernel=True, scale=0.3)
+    options = dict(chunk_size=C, use_qk_l2norm_in_kernel=True, scale=0.3, implementation="fused")
+    assert_recurrence(chunk_gated_delta_rule, x, gradients=False, **options)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from chunkwise.shared.kernels.inverse import unit_lower_inverse
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
-from tests.laws import law_reference
+from tests.laws import NO_LAW, strong_raw_inputs
+from tests.recurrence import assert_recurrence
 
 THOROUGH = dict(
     test_xla=lambda function, cu_seqlens: function is chunk_gated_delta_rule and cu_seqlens is None,
@@ -24,10 +25,7 @@ def test_xla(function, cu_seqlens):
     cu_seqlens = None if cu_seqlens is None else jnp.array(cu_seqlens, jnp.int32)
     x = make_inputs(1, 21, 2, 4, 24, 40, num_states=1 if cu_seqlens is None else 3)
     x["g"] = x["g"].at[:, 7].set(-jnp.inf)
-    o, state = function(**x, output_final_state=True, cu_seqlens=cu_seqlens, implementation="xla")
-    want_o, want_state = reference(**x, cu_seqlens=cu_seqlens)
-    assert_close("o", o, want_o, TOLERANCE["float32"])
-    assert_close("final_state", state, want_state, TOLERANCE["float32"])
+    assert_recurrence(function, x, gradients=False, cu_seqlens=cu_seqlens, implementation="xla")
 
 
 @pytest.mark.interpreted
@@ -60,23 +58,8 @@ def test_gradients_of_one_chunk_from_an_empty_state():
 
 def test_gradients_of_strong_raw_gates():
     """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
-    x = make_inputs(2, 51, 2, 2, 16, 8)
-    normal = np.random.default_rng(1).standard_normal
-    keys = np.abs(normal(x["k"].shape))  # all alike, so that pairs of tokens have large scores
-    x["k"] = jnp.asarray(keys / np.linalg.norm(keys, axis=-1, keepdims=True), jnp.float32)
-    raw = dict(g=30 * normal(x["g"].shape), A_log=0.5 * normal(2), dt_bias=np.zeros(2))
-    x |= {name: jnp.asarray(y, jnp.float32) for name, y in raw.items()}
-    do = jnp.asarray(normal(x["v"].shape), jnp.float32)
-
-    @jax.jit
-    def gradients(x):
-        run = lambda x: chunk_gated_delta_rule(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
-        return jax.vjp(run, x)[1](do)[0]
-
-    laws, pull = law_reference(*(x[name] for name in ("g", "beta", "A_log", "dt_bias")))
-    decayed = {name: y for name, y in x.items() if name not in raw} | {"g": laws["g"]}
-    expected = reference(**decayed, do=do)[2]
-    expected = pull(expected["g"], expected["beta"])
-    found = gradients(x)
-    for name in raw:
-        assert_close(f"d{name}", found[name], expected[name], 3e-6)
+    x = strong_raw_inputs(make_inputs(2, 51, 2, 2, 16, 8), 30)
+    assert_recurrence(
+        chunk_gated_delta_rule, x, but_for=NO_LAW, limit=lambda *_: 3e-6, use_gate_in_kernel=True, chunk_size=16,
+        implementation="fused",
+    )  # fmt: skip

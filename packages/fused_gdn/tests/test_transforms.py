@@ -1,7 +1,5 @@
 """Gradients against float64, and the kernels under JAX's transformations."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
-from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import text_for_tpu
+from tests.recurrence import assert_recurrence
 
 CUTS = [0, 1, 64, 64, 70, 128, 200]
 QUICK = ((jnp.float32, "logsigmoid"),)
@@ -20,46 +19,6 @@ THOROUGH = dict(
     test_gradients=lambda dtype, gate: (dtype, gate) not in QUICK,
     test_types_may_differ=True,
 )
-
-
-def cotangents(x, N, seed=9):
-    rng = np.random.default_rng(seed)
-    HV, V = x["v"].shape[2:]
-    do = jnp.asarray(rng.standard_normal(x["v"].shape), x["v"].dtype)
-    return do, jnp.asarray(rng.standard_normal((N, HV, x["k"].shape[-1], V)), jnp.float32) if N else None
-
-
-@functools.partial(
-    jax.jit, static_argnames=("output_final_state", "chunk_size", "use_qk_l2norm_in_kernel", "implementation", "config")
-)
-def run_backward(x, do, dht, **options):
-    (o, _), pull = jax.vjp(lambda x: chunk_gated_delta_rule(**x, **options), x)
-    return o, pull((do, dht))[0]
-
-
-def check(x, N=0, cu_seqlens=None, exact=None, ignore=(), use_qk_l2norm_in_kernel=False, **options):
-    """Compare o and all gradients with the oracle, for `exact` inputs; what follows the last sequence is NaN."""
-    do, dht = cotangents(x, N)
-    options |= dict(cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=N > 0)
-    want_o, _, want = reference(
-        **(exact or x), cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, do=do, dht=dht
-    )
-    end = do.shape[1] if cu_seqlens is None else int(cu_seqlens[-1])
-    poison = lambda y: y.at[:, end:].set(jnp.nan)
-    x = {n: y if n == "initial_state" else poison(y) for n, y in x.items()}
-    o, got = run_backward(x, poison(do), dht, implementation="fused", **options)
-    assert set(got) == set(want)
-    half = all(x[n].dtype == jnp.bfloat16 for n in "qkv")
-    # Results in float16 are rounded by half of 2^-10.
-    limit = lambda table, y: {**table, "float16": 5e-4}["bfloat16" if half else y.dtype.name]
-    assert o.dtype == x["v"].dtype
-    assert_close("o", o, want_o, limit(TOLERANCE, o))
-    assert not o[:, end:].any()
-    for name in got.keys() - set(ignore):
-        tolerance = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
-        assert got[name].dtype == x[name].dtype
-        assert_close("d" + name, got[name], want[name], limit(tolerance, got[name]))
-        assert name == "initial_state" or not got[name][:, end:].any()
 
 
 @pytest.mark.parametrize(
@@ -78,14 +37,16 @@ def test_gradients(dtype, gate, T, H, HV, K, V, C, states, packed):
     N = (len(CUTS) - 1 if packed else 1) * states
     cu_seqlens = jnp.array(CUTS, jnp.int32) if packed else None
     x = make_inputs(1, T, H, HV, K, V, dtype=dtype, gate=gate, num_states=N)
-    check(x, N, cu_seqlens, chunk_size=C, use_qk_l2norm_in_kernel=not packed)
+    options = dict(chunk_size=C, use_qk_l2norm_in_kernel=not packed, implementation="fused")
+    assert_recurrence(chunk_gated_delta_rule, x, cu_seqlens=cu_seqlens, **options)
 
 
 def test_types_may_differ():
     """In a pack whose padding begins inside of a chunk, with a key head repeated for two steps."""
     x = make_inputs(1, 40, 1, 2, 16, 16)
     x |= {n: x[n].astype(t) for n, t in dict(q=jnp.bfloat16, k=jnp.float16, v=jnp.float16, g=jnp.bfloat16).items()}
-    check(x, cu_seqlens=jnp.array([0, 5, 21], jnp.int32), chunk_size=16, config=Config(heads=1, heads_bwd=1))
+    options = dict(chunk_size=16, config=Config(heads=1, heads_bwd=1), implementation="fused")
+    assert_recurrence(chunk_gated_delta_rule, x, cu_seqlens=jnp.array([0, 5, 21], jnp.int32), **options)
 
 
 def test_new_boundaries_do_not_trace_again():

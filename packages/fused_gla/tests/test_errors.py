@@ -1,10 +1,9 @@
-"""Every ValueError, by its text; the arguments are shapes only, so nothing can have been computed."""
+"""What the gated delta rule has no errors of; the arguments are shapes only, so nothing can have been computed."""
 
 import re
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gla import Config, recurrent_gla, recurrent_simple_gla
@@ -20,11 +19,7 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(k=[1.0]), "`k` must be an array [B, T, H, K]; got list."),
-        (dict(k=spec(2, 64, 8)), "`k` must have shape [B, T, H, K]; got (2, 64, 8)."),
-        (dict(k=spec(2, 64, 2, 8, dtype=jnp.int32)), "`k` must be float32, bfloat16 or float16; got int32."),
         (dict(q=spec(2, 64, 1, 8)), "`q` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 1, 8)."),
-        (dict(v=spec(2, 64, 3, 8)), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
         (dict(g=spec(2, 64, 1)), "`g` must have shape [B, T, HV] = (2, 64, 2); got (2, 64, 1)."),
         (dict(g=spec(2, 64, 2, 4)), "`g` must have shape [B, T, HV, K] = (2, 64, 2, 8); got (2, 64, 2, 4)."),
         (dict(g_gamma=spec(3)), "`g_gamma` must have shape [HV] = (2); got (3,)."),
@@ -32,20 +27,6 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
             dict(initial_state=spec(1, 2, 8, 4)),
             "`initial_state` must have shape [N, HV, K, V] = (2, 2, 8, 4); got (1, 2, 8, 4).",
         ),
-        (dict(scale=jnp.ones(4)), "`scale` must be None, a number or a scalar array; got "),
-        (dict(chunk_size=48), "`chunk_size` must be one of (16, 32, 64, 128); got 48."),
-        (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
-        (
-            dict(chunk_size=jnp.ones(2)),
-            "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array "
-            "float32 (2,).",
-        ),
-        (dict(implementation="pallas"), "`implementation` must be None or one of ('fused', "),
-        (
-            dict(output_final_state="yes"),
-            "`output_final_state` must be True or False, known when the program is ",
-        ),
-        (dict(output_final_state=spec(1)), "`output_final_state` must be True or False, known when the program is"),
         (
             dict(config=Config(3, 1, 1), implementation="fused"),
             "`config` must have heads that divide HV = 2 into whole groups of 1 or parts of",
@@ -62,10 +43,6 @@ def test_recurrent():
         recurrent_gla(**GOOD)
     with pytest.raises(ValueError, match=re.escape("`g` must be an array [B, T, HV, K]; got NoneType.")):
         recurrent_gla(**GOOD | dict(g=None))
-    with pytest.raises(ValueError, match=re.escape("`scale` must be None, a number or a scalar array; got ")):
-        recurrent_simple_gla(**GOOD, scale=jnp.ones(4))
-    with pytest.raises(ValueError, match=re.escape("`output_final_state` must be True or False, known when the ")):
-        recurrent_simple_gla(**GOOD, output_final_state=1)
     message = "`implementation` must be None or one of ('fused', 'xla') for this operator; got 'staged'."
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         recurrent_simple_gla(**GOOD, implementation="staged")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.fused_gla import Config, recurrent_simple_gla
+from chunkwise.fused_gla import Config
 from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.chips import CHIPS
@@ -123,17 +123,6 @@ def test_launches_over_devices_compile(case, chip):
     assert text.count('custom_call_target="tpu_custom_call"') == 2
     for kernel in ("summary", "bwd_state"):
         assert f"chunk_gla_{kernel}_c64" in text
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_decode_compiles(chip):
-    """Mamba-2: value heads share key heads, and the states lie in a pool."""
-    x = dict(q=spec(4, 1, 2, 128), k=spec(4, 1, 2, 128), v=spec(4, 1, 16, 64), g=spec(4, 1, 16), g_gamma=spec(16))
-    step = lambda x, pool, slots: recurrent_simple_gla(
-        **x, initial_state=pool, output_final_state=True, state_indices=slots, implementation="fused"
-    )
-    text = compile_for(step, x, spec(9, 16, 128, 64), spec(4, dtype=jnp.int32), chip=chip).as_text()
-    assert "recurrent_simple_gla_fwd" in text
 
 
 def test_memory_and_products_of_training():

@@ -1,8 +1,5 @@
 """tpu-inference and SGLang-JAX, which serve: what they call, and the recurrence in float64 token by token."""
 
-import sys
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +7,12 @@ import pytest
 
 from chunkwise.integrations import sglang_jax, tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from tests.hosts import KDA_BACKEND, LIGHTNING_BACKEND, advance, doubles, normal, sigmoid, unit
+from tests.hosts import advance, doubles, normal, sigmoid, unit
 
 # The same step with gates per channel.
 THOROUGH = dict(
     test_tpu_inference_step=lambda law: law != "gdn",
     test_sglang_jax=lambda form: form == "prefill",
-    # The session of the host runs its backends.
-    test_sglang_jax_backends_pass_the_pool_on=True,
 )
 
 N_KQ, N_V, D, W, SLOTS = 2, 4, 8, 4, 12
@@ -204,43 +199,3 @@ def test_sglang_jax_kda_and_lightning():
         for place in (slot, second) if second else (slot,):
             assert_close("state", kda[place], state, 1e-6)
             assert_close("state", plain[place], states, 1e-6)
-
-
-@pytest.mark.parametrize("replaced", [sglang_jax], indirect=True, ids=["sglang_jax"])
-@pytest.mark.parametrize("form", ["prefill", "decode"])
-def test_sglang_jax_backends_pass_the_pool_on(replaced, form):
-    """What SGLang-JAX's backends would gather, compute and scatter is one call over the pool."""
-    sglang_jax.install()
-    rng, T, H = np.random.default_rng(5), 9 if form == "prefill" else 3, N_V
-    q, k, v, a = (normal(rng, T, H, D) for _ in range(4))
-    b, pool = jnp.asarray(rng.uniform(size=(T, H)), jnp.float32), normal(rng, SLOTS, H, D, D)
-    A_log, dt_bias, slope = normal(rng, 1, 1, H, 1), normal(rng, H * D), -jnp.abs(normal(rng, H))
-    cu_seqlens = jnp.asarray([0, 2, 7, 9], jnp.int32) if form == "prefill" else None
-    slots, has, second = jnp.asarray([4, 2, 6]), jnp.asarray([True, False, True]), jnp.asarray([8, 0, 9])
-    variable = lambda x: types.SimpleNamespace(value=x)
-    layer = types.SimpleNamespace(A_log=variable(A_log), dt_bias=variable(dt_bias), scale=0.5)
-    about = dict(cu_q_lens=cu_seqlens, recurrent_indices=slots, has_initial_state=has)
-    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def backend(path, name, **tracked):
-        made = getattr(sys.modules[path], name)()
-        made.mesh, made.forward_metadata = mesh, types.SimpleNamespace(**about, **tracked)
-        return made
-
-    kda = backend(KDA_BACKEND, "KDAAttnBackend", recurrent_track_indices=second, recurrent_track_mask=None)
-    lightning = backend(LIGHTNING_BACKEND, "LightningAttnBackend")
-    if form == "prefill":
-        o, new = jax.jit(lambda *x: kda._forward_extend(*x, cu_seqlens, layer, scale=0.5))(q, k, v, a, b, pool)
-        p, plain = jax.jit(lightning._forward_extend)(q, k, v, pool, slots, has, slope)
-    else:
-        o, new = jax.jit(lambda *x: kda._forward_decode(*x, layer, scale=0.5))(q, k, v, a, b, pool)
-        p, plain = jax.jit(lightning._forward_decode)(q, k, v, pool, slots, has, slope)
-    assert kda.set_ssm_track_state(kda.set_ssm_state(None, 0, slots, new), second, None, None) is new
-    kda.get_layer_cache = lambda pools, layer: pools[layer]
-    type(kda).__bases__[0].get_state = lambda self, pools, layer, indices: (None, "inputs")
-    assert kda.get_state([(pool, None)], 0, slots) == (pool, "inputs")
-    whole = dict(has_initial_state=has, track_indices=second, scale=0.5)
-    want = jax.jit(lambda *x: sglang_jax.kda(*x, A_log, dt_bias, cu_seqlens, slots, **whole))(q, k, v, a, b, pool)
-    wanted = jax.jit(lambda *x: sglang_jax.lightning(*x, cu_seqlens, slots, has))(q, k, v, slope, pool)
-    for ours, theirs in zip((new, o, plain, p), (*want, *wanted), strict=True):
-        assert_close("pool or output", ours, np.asarray(theirs, np.float64), 1e-6)

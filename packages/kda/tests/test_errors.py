@@ -1,4 +1,4 @@
-"""Every error, by its text; the arguments are shapes only, so nothing can have been computed."""
+"""What the gated delta rule has no errors of; the arguments are shapes only, so nothing can have been computed."""
 
 import math
 import re
@@ -12,20 +12,10 @@ from chunkwise.kda import Config, chunk_kda, recurrent_kda
 from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 4, 6), g=spec(2, 64, 4, 8), beta=spec(2, 64, 4))
-ONE = {name: spec(1, *x.shape[1:]) for name, x in GOOD.items()}
 
 WRONG = [
-    (dict(q=[1.0]), "`q` must be an array [B, T, H, K]; got list."),
-    (dict(k=spec(2, 64, 2, 9)), "`k` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 2, 9)."),
-    (dict(v=spec(2, 64, 3, 6)), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
     (dict(g=spec(2, 64, 4)), "`g` must have shape [B, T, HV, K]; got (2, 64, 4)."),
     (dict(g=spec(2, 64, 2, 8)), "`g` must have shape [B, T, HV, K] = (2, 64, 4, 8); got (2, 64, 2, 8)."),
-    (dict(beta=spec(2, 63, 4)), "`beta` must have shape [B, T, HV] = (2, 64, 4); got (2, 63, 4)."),
-    (dict(v=spec(2, 64, 4, 6, dtype=jnp.int32)), "`v` must be float32, bfloat16 or float16; got int32."),
-    (
-        dict(initial_state=spec(2, 4, 6, 8)),
-        "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (2, 4, 6, 8).",
-    ),
     *(
         (dict(min_gate=x), f"`min_gate` must be None or a number <= 0; got {x!r}.")
         for x in (1.0, np.float32(0.5), math.nan, True, "-5")
@@ -34,14 +24,6 @@ WRONG = [
         dict(min_gate=jnp.float32(-5.0)),
         "`min_gate` must be None or a number <= 0, known when the program is built; got an array float32 ().",
     ),
-    (dict(scale=spec(6)), "`scale` must be None, a number or a scalar array; got (6,)."),
-    (dict(scale="0.5"), "`scale` must be None, a number or a scalar array; got '0.5'."),
-    (dict(cu_seqlens=spec(2, dtype=jnp.int32)), "`cu_seqlens` must come with a batch of 1; got B = 2."),
-    (
-        ONE | dict(cu_seqlens=jnp.array([0, 40, 30])),
-        "`cu_seqlens` must rise from 0 to at most T = 64; got [0, 40, 30].",
-    ),
-    (dict(implementation="gpu"), "`implementation` must be None or one of ('fused', "),
 ]
 
 
@@ -50,11 +32,6 @@ WRONG = [
 def test_value_error(wrong, message, operator):
     with pytest.raises(ValueError, match=re.escape(message)):
         operator(**GOOD | wrong)
-
-
-def test_chunk_size():
-    with pytest.raises(ValueError, match=re.escape("`chunk_size` must be one of (16, 32, 64, 128); got 48.")):
-        chunk_kda(**GOOD, chunk_size=48)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,20 @@
 """Raw gates, of which the kernels make decays: values and gradients against float64."""
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from chunkwise.kda import chunk_kda
-from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.tpu import text_for_tpu
-from tests.laws import law_reference, raw_inputs
+from tests.laws import raw_inputs
 from tests.poison import assert_isolated
+from tests.recurrence import assert_recurrence
 
 # 1 token, an empty sequence, two sequences in a chunk, padding in the last chunk.
 PACKED = boundaries(1, 17, 0, 3)
-LAW = ("g", "beta", "A_log", "dt_bias")
 THOROUGH = dict(
     test_values_and_gradients=lambda dtype, bound: (dtype, bound) != (jnp.float32, -5.0),
     test_isolated=True,
@@ -41,33 +37,10 @@ THOROUGH = dict(
 def test_values_and_gradients(dtype, bound, T, cu_seqlens, states, A_log):
     B = 1 if cu_seqlens is not None else 2
     inputs = make_inputs(B, T, 1, 2, 8, 8, per_channel=True, dtype=dtype, num_states=states)
-    inputs = raw_inputs(inputs, dtype=dtype, A_log=A_log)
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal(inputs["v"].shape), dtype)
-    dht = jnp.asarray(rng.standard_normal(inputs["initial_state"].shape), jnp.float32) if states else None
-
-    @jax.jit
-    def run(x, do, dht):
-        function = functools.partial(
-            chunk_kda, use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True,
-            cu_seqlens=cu_seqlens, output_final_state=states > 0, chunk_size=16, implementation="fused",
-        )  # fmt: skip
-        outputs, pull = jax.vjp(lambda x: function(**x), x)
-        return outputs, pull((do, dht))[0]
-
-    (o, state), grads = run(poison_padding(inputs, cu_seqlens), do, dht)
-    laws, pull = law_reference(*(inputs[name] for name in LAW), lower_bound=bound)
-    decayed = {name: y for name, y in inputs.items() if name not in ("A_log", "dt_bias")} | laws
-    o_ref, state_ref, expected = reference(**decayed, cu_seqlens=cu_seqlens, do=do, dht=dht)
-    expected |= pull(expected["g"], expected["beta"])
-    kind = jnp.dtype(dtype).name
-    assert_close("o", o, o_ref, TOLERANCE[kind])
-    if states:
-        assert_close("final_state", state, state_ref, TOLERANCE[kind])
-    for name, grad in grads.items():
-        assert grad.dtype == inputs[name].dtype, name
-        tolerances = GATE_GRADIENT_TOLERANCE if name in LAW else GRADIENT_TOLERANCE
-        assert_close(f"d{name}", grad, expected[name], tolerances[kind])
+    assert_recurrence(
+        chunk_kda, raw_inputs(inputs, dtype=dtype, A_log=A_log), use_gate_in_kernel=True, lower_bound=bound,
+        use_beta_sigmoid_in_kernel=True, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("states", [0, 4])

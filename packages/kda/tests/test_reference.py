@@ -7,23 +7,17 @@ import pytest
 
 from chunkwise.kda import Config, chunk_kda, recurrent_kda
 from chunkwise.kda.config import default_for
-from chunkwise.shared.testing.compare import (
-    GATE_GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    STAGE_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-)
-from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
+from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import find_order
-from tests.laws import law_reference
+from tests.laws import NO_LAW, strong_raw_inputs
+from tests.recurrence import assert_recurrence
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
 T_PACKED = 62  # 5 tokens of padding
-KEPT = ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")
 
 # To compile a program takes seconds, so that tests share theirs: B, T, H, HV, K, V.
 CHUNKS_OF_64 = (2, 130, 1, 2, 32, 48)
@@ -57,57 +51,14 @@ def inputs_of(*sizes, **options):
     return make_inputs(*sizes, per_channel=True, **options)
 
 
-def tolerance_of(table, inputs, dtype):
-    """Return the tolerance of what is computed from the inputs and returned in `dtype`."""
-    computed = "bfloat16" if all(inputs[name].dtype == jnp.bfloat16 for name in ("q", "k", "v")) else "float32"
-    return max(table[computed], (table | {"float16": 1e-3})[str(dtype)])
+def compare(inputs, operator=chunk_kda, **options):
+    """Compare output and final state, and return both."""
+    return assert_recurrence(operator, inputs, gradients=False, **options)
 
 
-def compare(inputs, operator=chunk_kda, final_state=True, **options):
-    """Run the operator and the oracle on the same inputs, compare output and final state and return both."""
-    o, state = operator(**inputs, output_final_state=final_state, **options)
-    o_ref, state_ref = reference(**inputs, **{k: v for k, v in options.items() if k in KEPT})
-    tolerance = TOLERANCE[str(inputs["v"].dtype)]
-    assert o.dtype == inputs["v"].dtype
-    assert_close("o", o, o_ref, tolerance)
-    if final_state:
-        assert state.dtype == jnp.float32
-        assert_close("final_state", state, state_ref, tolerance)
-    else:
-        assert state is None
-    return o, state
-
-
-def pull(inputs, final_state=True, weight=1.0, **options):
-    """Return the outputs, their cotangents, of which that of o has a weight, and the gradients of the inputs."""
-    rng = np.random.default_rng(1)
-
-    def run(inputs):
-        return chunk_kda(**inputs, output_final_state=final_state, **options)
-
-    outputs, pullback = jax.vjp(run, inputs)
-    do, dht = (None if x is None else jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in outputs)
-    do = weight * do
-    return outputs, (do, dht), pullback((do, dht))[0]
-
-
-def compare_gradients(inputs, final_state=True, **options):
-    """Compare the outputs and the gradients of all inputs, with a cotangent of the final state if there is one.
-
-    Returns:
-      All of them by name.
-    """
-    (o, state), (do, dht), gradients = pull(inputs, final_state, **options)
-    o_ref, state_ref, expected = reference(**inputs, **{k: v for k, v in options.items() if k in KEPT}, do=do, dht=dht)
-    assert o.dtype == inputs["v"].dtype
-    assert_close("o", o, o_ref, tolerance_of(TOLERANCE, inputs, o.dtype))
-    if final_state:
-        assert_close("final_state", state, state_ref, tolerance_of(TOLERANCE, inputs, state.dtype))
-    for name, gradient in gradients.items():
-        assert gradient.dtype == inputs[name].dtype
-        table = GATE_GRADIENT_TOLERANCE if name in ("g", "beta") else GRADIENT_TOLERANCE
-        assert_close(f"d{name}", gradient, expected[name], tolerance_of(table, inputs, gradient.dtype))
-    return dict(o=o, **{f"d{name}": gradient for name, gradient in gradients.items()})
+def compare_gradients(inputs, **options):
+    """Compare output, final state and the gradients of all inputs, and return them."""
+    return assert_recurrence(chunk_kda, inputs, **options)
 
 
 def gates_no_product_could_hold(inputs, *more):
@@ -132,9 +83,9 @@ def test_chunk_sizes_agree(implementation):
     inputs = inputs_of(1, 35, 1, 1, 16, 16, num_states=1)
     results = [compare(inputs, implementation=implementation, chunk_size=C) for C in (16, 32, 64, 128)]
     # Each of the two may be off by its rounding.
-    for o, state in results[1:]:
-        assert_close("o", o, results[0][0], 2 * FLOAT32_ROUNDING)
-        assert_close("final_state", state, results[0][1], 2 * FLOAT32_ROUNDING)
+    for result in results[1:]:
+        for name, y in result.items():
+            assert_close(name, y, results[0][name], 2 * FLOAT32_ROUNDING)
 
 
 @pytest.mark.interpreted
@@ -143,14 +94,14 @@ def test_the_step_that_is_measured():
     assert default_for(32, 32, 64, 128, 128, itemsize=2) == Config(16, 16)
     assert find_order("chunkwise.kda", "fwd", (16, 64, 128), "") != ""
     inputs = inputs_of(2, 130, 32, 32, 8, 8, dtype=jnp.bfloat16)
-    compare(inputs, final_state=False, implementation="fused")
+    compare(inputs, implementation="fused")
 
 
 @both
 def test_traced_scale(implementation):
     inputs = inputs_of(1, 20, 1, 1, 16, 16)
     scale = jnp.float32(0.37)
-    compare(inputs, final_state=False, implementation=implementation, chunk_size=16, scale=scale)
+    compare(inputs, implementation=implementation, chunk_size=16, scale=scale)
 
 
 @types
@@ -184,26 +135,11 @@ def test_gradients_of_strong_constant_gates(implementation, g):
 )
 def test_gradients_of_strong_raw_gates(dtype, strength, limit):
     """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
-    x = {name: y.astype(dtype) for name, y in inputs_of(2, 48, 1, 2, 16, 8).items()}
-    normal = np.random.default_rng(1).standard_normal
-    keys = np.abs(normal(x["k"].shape))  # all alike, so that pairs of tokens have large scores
-    x["k"] = jnp.asarray(keys / np.linalg.norm(keys, axis=-1, keepdims=True), dtype)
-    raw = dict(g=strength * normal(x["g"].shape), A_log=0.5 * normal(2), dt_bias=np.zeros((2, 16)))
-    x |= {name: jnp.asarray(y, jnp.float32) for name, y in raw.items()}
-    do = jnp.asarray(normal(x["v"].shape), dtype)
-
-    @jax.jit
-    def gradients(x):
-        run = lambda x: chunk_kda(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
-        return jax.vjp(run, x)[1](do)[0]
-
-    laws, back = law_reference(*(x[name] for name in ("g", "beta", "A_log", "dt_bias")))
-    decayed = {name: y for name, y in x.items() if name not in raw} | {"g": laws["g"]}
-    expected = reference(**decayed, do=do)[2]
-    expected = back(expected["g"], expected["beta"])
-    found = gradients(x)
-    for name in raw:
-        assert_close(f"d{name}", found[name], expected[name], limit)
+    x = strong_raw_inputs(inputs_of(2, 48, 1, 2, 16, 8), strength, dtype)
+    assert_recurrence(
+        chunk_kda, x, but_for=NO_LAW, limit=lambda *_: limit, use_gate_in_kernel=True, chunk_size=16,
+        implementation="fused",
+    )  # fmt: skip
 
 
 # Plain JAX computes in float32 whatever the types are.
@@ -258,19 +194,15 @@ def packed_inputs(states, **options):
 @pytest.mark.parametrize("states", [True, False])
 @both
 def test_packed(implementation, states, gate):
-    inputs = poison_padding(packed_inputs(states, gate=gate), PACKED)
-    results = compare_gradients(
-        inputs, final_state=states, cu_seqlens=PACKED, chunk_size=16, implementation=implementation
-    )
-    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
-        assert not results[name][:, int(PACKED[-1]) :].any()
+    inputs = packed_inputs(states, gate=gate)
+    compare_gradients(inputs, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
 
 
 @pytest.mark.parametrize("gate", ["spikes", "zero"])
 @both
 def test_packed_bfloat16(implementation, gate):
-    inputs = poison_padding(packed_inputs(False, gate=gate, dtype=jnp.bfloat16), PACKED)
-    compare(inputs, final_state=False, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
+    inputs = packed_inputs(False, gate=gate, dtype=jnp.bfloat16)
+    compare(inputs, cu_seqlens=PACKED, chunk_size=16, implementation=implementation)
 
 
 @types

@@ -1,16 +1,14 @@
 """The kernels compile for every TPU generation."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from chunkwise.kda import chunk_kda, recurrent_kda
+from chunkwise.kda import chunk_kda
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu, topology_mesh
+from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu
 from tests.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
@@ -20,8 +18,6 @@ THOROUGH = dict(
     # A gradient compiles the forward pass too, and a pack has all that a batch has.
     test_forward_and_backward_compile=lambda packed: not packed,
     test_raw_gates_compile=True,
-    # The chain of the pipeline is compiled so.
-    test_compiles_under_shard_map=True,
 )
 
 
@@ -76,42 +72,6 @@ def test_raw_gates_compile(chip):
     text = compile_for(run, q, k, v, g, beta, spec(2), spec(2, 128), cu_seqlens, chip=chip).as_text()
     assert "chunk_kda_fwd_c64" in text
     assert "chunk_kda_bwd_c64" in text
-
-
-@pytest.mark.parametrize(
-    ("K", "V", "chip"), [*((128, 128, chip) for chip in CHIPS), (60, 100, "v5e"), (320, 256, "v6e")]
-)
-def test_decode_in_place(K, V, chip):
-    """256 sequences of 2 tokens: the donated pool is the result, and whole registers of it are not copied."""
-
-    def run(pool, slots, *x):
-        return recurrent_kda(*x, None, pool, True, state_indices=slots, implementation="fused")
-
-    pool, slots = spec(300, 8, K, V), spec(256, dtype=jnp.int32)
-    compiled = compile_for(run, pool, slots, *specs(256, 2, 4, 8, K, V, jnp.bfloat16), chip=chip, donate_argnums=(0,))
-    memory, size = compiled.memory_analysis(), 4 * 300 * 8 * K * V
-    assert memory.alias_size_in_bytes >= size
-    assert K % 128 or memory.temp_size_in_bytes < size / 4
-    (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text())
-    assert "recurrent_kda_fwd" in launch
-    assert re.search(r"output_to_operand_aliasing=\{\{1\}: \(\d+, \{\}\)\}", launch)
-
-
-def test_compiles_under_shard_map():
-    """Batch rows over the chips of a topology, forward and backward, with the default check of varying axes."""
-    mesh = topology_mesh(CHIPS["v6e"].topology, "data")
-    rows = PartitionSpec("data")
-
-    def run(*x):
-        loss = lambda *x: chunk_kda(*x, chunk_size=16, implementation="fused")[0].astype(jnp.float32).sum()
-        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*x)
-
-    tensors = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows))
-        for x in specs(4, 64, 1, 2, 64, 64, jnp.bfloat16)
-    ]
-    sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows,) * 5)
-    assert "chunk_kda_bwd_c16" in jax.jit(sharded).trace(*tensors).lower().compile().as_text()
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -11,11 +11,11 @@ import pytest
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.kernels import gate_activation
-from chunkwise.shared.testing.compare import assert_close, tolerance
-from chunkwise.shared.testing.inputs import boundaries, poison_padding, spec
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries, spec
 from tests import laws
-from tests.laws import law_reference, raw_inputs
+from tests.laws import raw_inputs
+from tests.recurrence import assert_recurrence
 
 DELTA = [operator for operator in OPERATORS.values() if operator.delta]
 # 1 token, an empty sequence, two sequences in a chunk, padding.
@@ -58,7 +58,7 @@ def test_values_and_gradients(operator, implementation, case):
     # A few tokens are what the recurrent kernel is for, and quick to interpret.
     T = 2 if not operator.chunked and implementation == "fused" and not packed else 24
     inputs = raw_inputs(operator_inputs(operator, 1, T, 1, 2, 8, 8, num_states=states))
-    compare(operator, implementation, inputs, LAW[law], PACKED if packed else None, states)
+    compare(operator, implementation, inputs, LAW[law], PACKED if packed else None)
 
 
 class LogSigmoid(gate_activation.Law):
@@ -83,7 +83,7 @@ def test_a_law_more_is_a_line_of_the_table(implementation, monkeypatch):
     monkeypatch.setitem(laws.LAWS, "logsigmoid", log_sigmoid)
     operator = OPERATORS["chunk_kda"]
     inputs = raw_inputs(operator_inputs(operator, 1, 24, 1, 2, 8, 8, num_states=1))
-    compare(operator, implementation, inputs, dict(use_gate_in_kernel="logsigmoid"), None, 1)
+    compare(operator, implementation, inputs, dict(use_gate_in_kernel="logsigmoid"), None)
 
 
 @pytest.mark.parametrize("A_log", [(-100.0, 17.0), (60.0, 88.0), (100.0, 300.0)], ids=str)
@@ -107,39 +107,14 @@ def test_every_rate(operator, implementation, law, A_log):
     if law == "bounded":
         zero = jnp.zeros_like(inputs["g"]).at[:, ::2].set(inputs["g"][:, ::2])
         inputs |= dict(g=zero, dt_bias=jnp.zeros_like(inputs["dt_bias"]))
-    compare(operator, implementation, inputs, LAW[law], None, 1, () if law == "softplus" else ("g", "dt_bias", "A_log"))
+    compare(operator, implementation, inputs, LAW[law], None, () if law == "softplus" else ("g", "dt_bias", "A_log"))
 
 
-def compare(operator, implementation, inputs, law, cu_seqlens, states, without=()):
-    """Compare values and gradients with float64, but for some gradients, which must be numbers."""
-    options = dict(chunk_size=16) if operator.chunked else {}
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal(inputs["v"].shape), jnp.float32)
-    dht = jnp.asarray(rng.standard_normal(inputs["initial_state"].shape), jnp.float32) if states else None
-
-    @jax.jit
-    def run(x, do, dht):
-        function = functools.partial(operator.function, **LAWS | law, **options, cu_seqlens=cu_seqlens)
-        outputs, pull = jax.vjp(
-            lambda x: function(**x, output_final_state=states > 0, implementation=implementation), x
-        )
-        return outputs, pull((do, dht))[0]
-
-    (o, state), grads = run(poison_padding(inputs, cu_seqlens), do, dht)
-    named = {"law" if name == "use_gate_in_kernel" else name: y for name, y in law.items()}
-    made, pull = law_reference(*(inputs[name] for name in ("g", "beta", "A_log", "dt_bias")), **named)
-    decayed = {name: y for name, y in inputs.items() if name not in ("A_log", "dt_bias")} | made
-    o_ref, state_ref, expected = reference(**decayed, cu_seqlens=cu_seqlens, do=do, dht=dht)
-    expected |= pull(expected["g"], expected["beta"])
-    assert_close("o", o, o_ref, tolerance("o", "float32"))
-    if states:
-        assert_close("final_state", state, state_ref, tolerance("final_state", "float32"))
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        if name in without:
-            assert jnp.all(jnp.isfinite(grad)), name
-            continue
-        assert_close(f"d{name}", grad, expected[name], tolerance(f"d{name}", "float32"))
+def compare(operator, implementation, inputs, law, cu_seqlens, but_for=()):
+    """Compare values and gradients with float64."""
+    options = LAWS | law | (dict(chunk_size=16) if operator.chunked else {})
+    run = operator.function
+    assert_recurrence(run, inputs, cu_seqlens=cu_seqlens, but_for=but_for, implementation=implementation, **options)
 
 
 @pytest.mark.parametrize("operator", DELTA, ids=lambda operator: operator.name)

@@ -9,9 +9,10 @@ import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule, chunk_simple_gla
 from chunkwise.pipeline.operators import CHUNKED, RECURRENT, operator_inputs
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error, tolerance
-from chunkwise.shared.testing.inputs import boundaries, make_inputs, poison_padding
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
+from tests.recurrence import assert_recurrence
 
 PACKED = boundaries(1, 29, 0, 35)  # 1 token, an empty sequence, tails, 5 tokens of padding
 THOROUGH = dict(
@@ -48,27 +49,11 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
 )
 def test_outputs_and_gradients(operator, implementation, packed):
     """One program for gates of ordinary strength and for gates that forget everything."""
-    options = {"cu_seqlens": PACKED} if packed else {}
-    if operator.delta:
-        options["use_qk_l2norm_in_kernel"] = True
-    rng = np.random.default_rng(1)
-
-    @jax.jit
-    def run(x, do, dht):
-        function = functools.partial(operator.function, **options, output_final_state=True)
-        outputs, pullback = jax.vjp(lambda x: function(**x, chunk_size=32, implementation=implementation), x)
-        return outputs, pullback((do, dht))[0]
-
+    options = dict(cu_seqlens=PACKED if packed else None, chunk_size=32, implementation=implementation)
+    options |= dict(use_qk_l2norm_in_kernel=True) if operator.delta else {}
     for gate in ("logsigmoid", "resets"):
         inputs = inputs_of(operator, states=4 if packed else 1, gate=gate, normalise=False)
-        do, dht = (rng.standard_normal(inputs[x].shape).astype(np.float32) for x in ("v", "initial_state"))
-        (o, state), grads = run(poison_padding(inputs, options.get("cu_seqlens")), do, dht)
-        o_ref, state_ref, expected = reference(**inputs, **options, do=do, dht=dht)
-        assert_close("o", o, o_ref, TOLERANCE["float32"])
-        assert_close("final_state", state, state_ref, TOLERANCE["float32"])
-        assert grads.keys() == expected.keys()
-        for argument, grad in grads.items():
-            assert_close(f"d{argument}", grad, expected[argument], tolerance(f"d{argument}", "float32"))
+        assert_recurrence(operator.function, inputs, **options)
 
 
 # The package tests the other two.
@@ -105,10 +90,7 @@ def test_recurrent(operator, implementation):
     inputs = {
         n: y[:, :T] if n not in ("initial_state", "g_gamma") else y for n, y in inputs_of(operator, states=1).items()
     }
-    o, state = operator.function(**inputs, output_final_state=True, implementation=implementation)
-    o_ref, state_ref = reference(**inputs)
-    assert_close("o", o, o_ref, TOLERANCE["float32"])
-    assert_close("final_state", state, state_ref, TOLERANCE["float32"])
+    assert_recurrence(operator.function, inputs, gradients=False, implementation=implementation)
 
 
 @named(CHUNKED)

@@ -36,8 +36,6 @@ THOROUGH = dict(
     # Decodes and convolutions have them, too.
     test_what_does_not_exist_is_none=True,
     test_rubbish_stays_in_the_pool=True,
-    # The packages have prefills and decodes of every type.
-    test_types_of_pools=True,
     test_stale_slots=lambda implementation: implementation == "fused",
 )
 all_operators = pytest.mark.parametrize("operator", OPERATORS)
@@ -233,15 +231,6 @@ def test_rubbish_stays_in_the_pool(operator, implementation):
             assert after[slot].tobytes() == pool[slot].tobytes(), f"slot {slot} has changed"
 
     check()
-
-
-@all_types
-@all_operators
-def test_types_of_pools(operator, implementation, dtype):
-    """A pool keeps its type, and is rounded once, where a state is stored."""
-    random, rng = Random(1), np.random.default_rng(1)
-    for _ in range(3):
-        assert_one_step(operator, implementation, make_schedule(random, 3), rng, dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -8,6 +8,7 @@ from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rul
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
+from tests.recurrence import assert_recurrence
 
 IMPLEMENTATIONS = ("xla", "staged")
 all_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -17,42 +18,20 @@ THOROUGH = dict(
     test_nothing_is_forgotten=True,
     # Plain JAX has no blocks and no lanes for a size to fit into.
     test_lengths_and_chunk_sizes=lambda implementation, T: implementation == "xla" or T != 1,
-    # The packages test their stages at such dimensions.
-    test_head_dimensions=True,
-    # Every stage has groups, and gradients of the chain have the norm.
-    test_grouped_heads=True,
     # The package of the fused kernel has a pack in plain JAX.
     test_packed_with_states=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,
 )
 
 
-def compare(inputs, operator=chunk_gated_delta_rule, tolerance=None, **options):
-    """Run the operator and the oracle on the same inputs and compare output and final state."""
-    o, state = operator(**inputs, output_final_state=True, **options)
-    kept = {k: v for k, v in options.items() if k in ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")}
-    o_ref, state_ref = reference(**inputs, **kept)
-    tolerance = tolerance or TOLERANCE[str(inputs["v"].dtype)]
-    assert o.dtype == inputs["v"].dtype
-    assert state.dtype == jnp.float32
-    assert_close("o", o, o_ref, tolerance)
-    assert_close("final_state", state, state_ref, tolerance)
+def compare(inputs, operator=chunk_gated_delta_rule, **options):
+    """Compare output and final state with the recurrence."""
+    assert_recurrence(operator, inputs, gradients=False, **options)
 
 
 @pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), (64, 64), (130, 128)])
 @all_implementations
 def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
     compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
-
-
-@pytest.mark.parametrize(("K", "V"), [(1, 60), (100, 1), (256, 128)])
-@all_implementations
-def test_head_dimensions(implementation, K, V):
-    compare(make_inputs(1, 70, 1, 2, K, V, num_states=1), implementation=implementation)
-
-
-@all_implementations
-def test_grouped_heads(implementation):
-    compare(make_inputs(1, 40, 2, 6, 16, 16, num_states=1), implementation=implementation, chunk_size=16)
 
 
 @all_types

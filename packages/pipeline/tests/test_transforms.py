@@ -11,10 +11,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import text_for_tpu
+from tests.recurrence import assert_recurrence
 
 CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 # Under a transform the arithmetic is the same; only the order of some sums may differ.
@@ -34,20 +35,6 @@ THOROUGH = dict(
 )
 
 
-@functools.cache
-def gradients(implementation, packed, states, normalise):
-    """The gradients of a loss, compiled once for all gates."""
-
-    def loss(x, do, dht):
-        o, state = chunk_gated_delta_rule(
-            **x, cu_seqlens=CU_SEQLENS if packed else None, use_qk_l2norm_in_kernel=normalise,
-            output_final_state=states, chunk_size=32, implementation=implementation,
-        )  # fmt: skip
-        return jnp.sum(o * do) + (jnp.sum(state * dht) if states else 0.0)
-
-    return jax.jit(jax.grad(loss))
-
-
 @pytest.mark.parametrize(
     ("implementation", "gate", "case"),
     [
@@ -62,17 +49,10 @@ def test_gradients(implementation, gate, case):
     inputs = make_inputs(
         1, 70, 1, 2, 16, 24, gate=gate, num_states=(4 if packed else 1) if states else 0, normalise=case != "l2norm"
     )
-    options = {"cu_seqlens": CU_SEQLENS if packed else None, "use_qk_l2norm_in_kernel": case == "l2norm"}
-    rng = np.random.default_rng(1)
-    do = rng.standard_normal(inputs["v"].shape)
-    dht = rng.standard_normal(inputs["initial_state"].shape) if states else None
-
-    compiled = gradients(implementation, packed, states, case == "l2norm")
-    grads = compiled(inputs, jnp.asarray(do, jnp.float32), jnp.asarray(dht, jnp.float32) if states else None)
-    _, _, expected = reference(**inputs, **options, do=do, dht=dht)
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        assert_close(f"d{name}", grad, expected[name], GRADIENT_TOLERANCE["float32"])
+    assert_recurrence(
+        chunk_gated_delta_rule, inputs, cu_seqlens=CU_SEQLENS if packed else None,
+        use_qk_l2norm_in_kernel=case == "l2norm", chunk_size=32, implementation=implementation,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", ["xla", "staged"])

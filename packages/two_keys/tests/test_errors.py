@@ -19,7 +19,6 @@ WRONG = [
         dict(allow_neg_eigval=True),
         "`allow_neg_eigval` must be False without `use_erase_sigmoid_in_kernel`; got True.",
     ),
-    ("gdn2", dict(min_gate=1.0), "`min_gate` must be None or a number <= 0; got 1.0."),
     (
         "gdn2",
         dict(use_write_sigmoid_in_kernel=1),

@@ -1,21 +1,11 @@
 """GDN-2 and Comba against the float64 recurrence, with the same rounded inputs."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from chunkwise.shared.testing.compare import (
-    GATE_GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    assert_close,
-)
-from chunkwise.shared.testing.inputs import boundaries, poison_padding
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.inputs import boundaries
 from tests.either_two_keys import KINDS
+from tests.recurrence import assert_recurrence
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
@@ -23,8 +13,6 @@ types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
 T_PACKED = 62  # 5 tokens of padding
 SIZES = (2, 41, 1, 2, 16, 24)
-GATE_LIKE = ("g", "beta", "b", "w")
-NAMES = ("o", "final_state")
 
 # The kernels and the plain form are those of KDA, whose package has all cases of gates and sizes.
 THOROUGH = dict(
@@ -35,34 +23,6 @@ THOROUGH = dict(
     test_packed=lambda kind, implementation, states: (kind, implementation, states) != ("comba", "fused", True),
     test_decode=lambda kind, implementation, dtype: (kind, implementation, dtype) != ("gdn2", "fused", jnp.float32),
 )
-
-
-def compare(x, operator, states=True, **options):
-    """Compare outputs and the gradients of all inputs, with a cotangent of the final state if there is one."""
-    rng, fixed = np.random.default_rng(1), options.get("cu_seqlens")
-    told = {name: y for name, y in options.items() if name in ("cu_seqlens", "scale", "use_qk_l2norm_in_kernel")}
-    run = functools.partial(operator, output_final_state=states, **options)
-    do = jnp.asarray(rng.standard_normal(x["v"].shape), x["v"].dtype)
-    dht = jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32) if states else None
-
-    @jax.jit
-    def both(x, do, dht):
-        outputs, pull = jax.vjp(lambda x: run(**x), x)
-        return outputs, pull((do, dht))[0]
-
-    found, grads = both(poison_padding(x, fixed), do, dht)
-    *expected, gradients = reference(**x, **told, do=do, dht=dht)
-    kind = str(x["v"].dtype)
-    for name, y, want in zip(NAMES[: 1 + states], found, expected, strict=False):
-        assert_close(name, y, want, TOLERANCE[kind])
-    assert found[0].dtype == x["v"].dtype
-    assert grads.keys() == gradients.keys()
-    for name, y in grads.items():
-        assert y.dtype == x[name].dtype
-        table = GATE_GRADIENT_TOLERANCE if name in GATE_LIKE else GRADIENT_TOLERANCE
-        assert_close(f"d{name}", y, gradients[name], table[kind])
-        if fixed is not None and name != "initial_state":
-            assert not y[:, int(fixed[-1]) :].any(), name
 
 
 # Erase gates of 2 and of 0, keys that repeat, gates of every strength.
@@ -82,7 +42,7 @@ CASES = {
 @kinds
 def test_gradients(kind, implementation, case, dtype):
     x = KINDS[kind].inputs(*SIZES, dtype=dtype, num_states=2, **CASES[case])
-    compare(x, KINDS[kind].chunk, implementation=implementation, chunk_size=16)
+    assert_recurrence(KINDS[kind].chunk, x, implementation=implementation, chunk_size=16)
 
 
 @both
@@ -93,7 +53,7 @@ def test_erase_gates_of_0_and_2(kind, implementation):
     name = "b" if kind == "gdn2" else "p"
     odd = (jnp.arange(SIZES[1])[:, None, None] + jnp.arange(SIZES[4] if kind == "gdn2" else 1)) % 2
     x[name] = x[name] * odd.astype(x[name].dtype)
-    compare(x, KINDS[kind].chunk, implementation=implementation, chunk_size=16)
+    assert_recurrence(KINDS[kind].chunk, x, implementation=implementation, chunk_size=16)
 
 
 @pytest.mark.parametrize("states", [True, False])
@@ -103,7 +63,7 @@ def test_packed(kind, implementation, states):
     """Queries and keys are scaled to unit length, and so are the erase keys of Comba."""
     x = KINDS[kind].inputs(1, T_PACKED, 2, 2, 16, 24, num_states=7 if states else 0, normalise=False)
     options = dict(implementation=implementation, chunk_size=16, use_qk_l2norm_in_kernel=True)
-    compare(x, KINDS[kind].chunk, states, cu_seqlens=PACKED, **options)
+    assert_recurrence(KINDS[kind].chunk, x, cu_seqlens=PACKED, **options)
 
 
 @types
@@ -111,4 +71,4 @@ def test_packed(kind, implementation, states):
 @kinds
 def test_decode(kind, implementation, dtype):
     x = KINDS[kind].inputs(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3, normalise=False)
-    compare(x, KINDS[kind].recurrent, implementation=implementation, use_qk_l2norm_in_kernel=True)
+    assert_recurrence(KINDS[kind].recurrent, x, implementation=implementation, use_qk_l2norm_in_kernel=True)
