@@ -83,6 +83,14 @@ def _exit(bundles: list[_Bundle]) -> int | None:
     return int(last) // int(step[1] if step else 1)
 
 
+def _inner_trips(code: list[_Bundle]) -> int:
+    """Return how often the loop in a loop turns."""
+    trips = _exit([bundle for bundle in code if bundle.depth > 2])
+    if trips is None or any(bundle.depth > 3 for bundle in code):
+        raise ValueError("A loop in a kernel has several loops in it, or one whose turns are not known.")
+    return trips
+
+
 def _turned(code: list[_Bundle], start: int, stop: int) -> int:
     """Return where a loop ends that starts at a bundle: after the branch back, and what runs with it."""
     names = re.findall(r"Start region (\d+)", code[start].text)
@@ -110,13 +118,14 @@ def read_loop(text: str) -> Loop:
             outer.append(code[n])
             n += 1
             continue
-        trips = _exit(code[n:end])
-        if any(bundle.depth > 2 for bundle in code[n:end]):
-            raise ValueError("A loop in a kernel has a loop in it.")
+        for inner in range(n, end):
+            if code[inner].depth > 2:
+                times[inner] = _inner_trips(code[n:end])
+        trips = _exit([bundle for bundle in code[n:end] if bundle.depth <= 2])
         if trips is None:
             spans.append((n, end))
         else:
-            times[n:end] = [trips] * (end - n)
+            times[n:end] = [trips * x for x in times[n:end]]
         n = end
     turns = _exit(outer)
     if turns is None:

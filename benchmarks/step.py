@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from benchmarks import timing, tpu, turns
-from benchmarks.regions import Loop, Region, kernel_bundles, kernel_text, read_loop
+from benchmarks.regions import Loop, kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
 from chunkwise.fused_gla.config import default_for
@@ -34,9 +34,8 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunk_steps import Piece, pool_steps
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.pools import Routes, resident_slots
-from chunkwise.shared.serving import ring_kernel, step_table
 from chunkwise.shared.serving import run as serving_run
-from chunkwise.shared.serving.decode.launch import sequences_of
+from chunkwise.shared.serving import step_table
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import launches
 from tests import traced
@@ -126,27 +125,7 @@ def decode_runs(routes: Routes) -> tuple[int, list[int]]:
     return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
 
 
-def ring_runs(mixture: Mixture, regions: list[Region]) -> tuple[int, list[float]]:
-    """Return the steps of the decode kernel over a ring and how many run each of its regions, in the order of its text.
-
-    The first step reads the slot of its sequence, and every step except the last reads the slot of the next sequence.
-    Then comes the largest region, which only steps of sequences run. The next largest one is inside of it, for the
-    tokens of a sequence; this has a region of zeros for a sequence without a state, which does not run here, and a
-    region that folds the ring. Copies count as often as the region around them.
-    """
-    N = mixture.N
-    step, sequence = sorted(regions, key=lambda x: x.start - x.stop)[:2]
-    inside = iter([0, N / mixture.folds_every])
-
-    def runs(x: Region) -> float:
-        if x.start < step.start:
-            return 1 if x.start < regions[0].stop else N - 1
-        return next(inside, N) if sequence.start < x.start < sequence.stop else N
-
-    return N + ring_kernel.LATER, [runs(x) for x in regions]
-
-
-def mixer_runs(loop: Loop, mixture: Mixture, heads: int) -> tuple[int, list[float]]:
+def mixer_runs(loop: Loop, mixture: Mixture) -> tuple[int, list[float]]:
     """Return the steps of the kernel of decodes of one token and how many run each of its regions.
 
     The first step begins the table of sequences. Copies of the next and of the earlier steps are counted in every step.
@@ -155,7 +134,8 @@ def mixer_runs(loop: Loop, mixture: Mixture, heads: int) -> tuple[int, list[floa
     sequences where any of them folds, and the one in it is the fold of each. The last step awaits its copies and stores
     the outputs.
     """
-    steps, taken = loop.turns - 2, sequences_of(heads, mixture.replay > 0, mixture.W)[0]
+    steps = loop.turns - 2
+    taken = -(-mixture.N // steps)
     within = lambda x: sum(x.start <= y.start and y.stop <= x.stop for y in loop.regions) - 1
     inside = taken if taken > 1 else 0
     clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == inside)
@@ -315,8 +295,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
             else:
                 # One step takes all tokens of a decode, other than in the kernel of a sequence a step.
                 mixed = mixture.replay or (mixture.over_array and loop.turns - 2 <= mixture.N)
-                runs = mixer_runs(loop, mixture, case.HV) if mixed else decode_runs(found.decodes)
-                runs = ring_runs(mixture, loop.regions) if "_ring_fwd" in launch else runs
+                runs = mixer_runs(loop, mixture) if mixed else decode_runs(found.decodes)
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 

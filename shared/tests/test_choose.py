@@ -26,16 +26,15 @@ KERNELS = [
     (jnp.float32, 0, 128, 1, False, "decode"),
     (jnp.int8, 0, 128, 4, False, "decode"),
     (jnp.float32, 8, 128, 2, False, "decode"),
-    (jnp.float32, 0, 64, 1, False, "decode"),
-    (jnp.float32, 0, 32, 1, False, "states"),
-    (jnp.bfloat16, 0, 128, 5, False, "states"),
+    (jnp.float32, 0, 32, 1, False, "decode"),
+    (jnp.bfloat16, 0, 128, 9, False, "states"),
     (jnp.int8, 0, 128, 1, True, "decode"),
-    (jnp.int8, 8, 64, 1, False, "ring"),
+    (jnp.int8, 8, 64, 1, False, "decode"),
     (jnp.float32, 8, 128, 1, True, "decode"),
-    (jnp.int8, 0, 32, 1, False, "decodes int8 states without a ring if K and V are multiples of 64"),
-    (jnp.int8, 0, 128, 5, False, "decodes int8 states without a ring if"),
-    (jnp.float16, 0, 128, 1, False, "takes pools of float32 and bfloat16; got float16"),
-    (jnp.float16, 8, 64, 1, False, "takes pools of float32 and bfloat16; got float16"),
+    (jnp.int8, 0, 128, 9, False, "takes decodes of at most 8 tokens"),
+    (jnp.float32, 16, 128, 9, False, "takes decodes of at most 8 tokens"),
+    (jnp.float16, 0, 128, 1, False, "takes pools of float32, bfloat16 and int8; got float16"),
+    (jnp.float16, 8, 64, 1, False, "takes pools of float32, bfloat16 and int8; got float16"),
     (jnp.float32, 0, 4096, 1, False, "do not fit into VMEM"),
     (jnp.float32, 8, 4096, 1, False, "do not fit into VMEM"),
 ]
@@ -56,7 +55,7 @@ def test_kernel(dtype, replay, K, W, erases, expected):
         jax.eval_shape(ask, x, pool)
         return found[0]
 
-    known = ("decode", "ring", "states")
+    known = ("decode", "states")
     assert find(False) == (expected if expected in known else None)
     if expected not in known:
         with pytest.raises(NotImplementedError, match=f'"fused" .*{re.escape(expected)}.*: use implementation="xla"'):

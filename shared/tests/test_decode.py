@@ -179,7 +179,7 @@ def test_no_copy_of_the_pool_in_float32():
     text = lower(jnp.bfloat16)
     assert f"tensor<50x{HV}x{K}x{V}xbf16>" in text
     assert f"tensor<50x{HV}x{K}x{V}xf32>" not in text
-    with pytest.raises(NotImplementedError, match='"fused" takes pools of float32 and bfloat16; got float16'):
+    with pytest.raises(NotImplementedError, match='"fused" takes pools of float32, bfloat16 and int8; got float16'):
         lower(jnp.float16)
 
 

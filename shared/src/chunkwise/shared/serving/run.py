@@ -1,8 +1,7 @@
 """A serving step of any operator: the sequences that a scheduler packed into a stream, over one pool of states.
 
-`step_table` says which sequences decode and which are prefills. Decodes go token by token, by a kernel of
-`decode`, `states_kernel` or `ring_kernel`. Prefills go chunk by chunk. Decodes and prefills change the pool in
-place.
+`step_table` says which sequences decode and which are prefills. Decodes go token by token, by the kernel of `decode` or
+of `states_kernel`. Prefills go chunk by chunk. Decodes and prefills change the pool in place.
 """
 
 import functools
@@ -18,7 +17,7 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.serving import few_tokens, ring, ring_kernel, state_pool, states_kernel, step_table
+from chunkwise.shared.serving import few_tokens, ring, state_pool, states_kernel, step_table
 from chunkwise.shared.serving.decode import choose, launch, records
 from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
@@ -225,8 +224,6 @@ def _decode(
         rule: Any = records.of_rule(static, x)
         made, _, pool = launch.launch(rule, (), pool, step.boundaries, slots)
         made = made.reshape(x.v.shape)
-    elif kernel == "ring":
-        made, pool = ring_kernel.launch(static, x, pool, routes, accepted)
     else:
         made, states = states_kernel.launch(static, x, pool.states, routes)
         pool = pool._replace(states=states)

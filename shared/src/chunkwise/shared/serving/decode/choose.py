@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Slots
-from chunkwise.shared.serving import ring_kernel, states_kernel
+from chunkwise.shared.serving import states_kernel
 from chunkwise.shared.serving.decode import launch, records
 from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
@@ -14,7 +14,7 @@ def kernel_of(
     implementation: str | None, x: Decodes | Arguments, pool: StatePool, slots: Slots,
     static: DecodeStatic | None = None, conv: tuple = (), strict: bool = False,
 ) -> str | None:  # fmt: skip
-    """Return the kernel that decodes: "decode", "ring" or "states"; None for plain JAX, or for a layer in parts.
+    """Return the kernel that decodes: "decode" or "states"; None for plain JAX, or for a layer in parts.
 
     Args:
       implementation: the name of the implementation; None for the best one of the backend.
@@ -38,10 +38,8 @@ def kernel_of(
     rule = records.of_rule(static, x)
     # The tokens of an operator alone may be any number, and then the states are an array.
     name, limit = "decode", "" if rule is None else _decode_limit(rule, (), pool, slots)
-    # The other kernels take no int8 states without rings.
-    if limit is not None and pool.replay:
-        name, limit = "ring", _ring_limit(x, pool)
-    elif limit is not None and pool.is_array:
+    # The other kernel takes neither int8 states nor rings.
+    if limit is not None and pool.is_array and pool.states.dtype != jnp.float16:
         name, limit = "states", _states_limit(x, pool)
     if limit is None:
         return name
@@ -72,34 +70,22 @@ def _agrees(x: Decodes, conv: tuple, pool: StatePool) -> bool:
 
 def _decode_limit(x: Decodes, conv: tuple, pool: StatePool, slots: Slots) -> str | None:
     """Return why the kernel of `decode.kernel` does not take tokens of these sizes, and slots of this form."""
-    s = x.static
+    if pool.states.dtype == jnp.float16:
+        return "takes pools of float32, bfloat16 and int8; got float16"
     # The ring of a sequence with one slot says which tokens of its last decode are kept.
     slots_fit = columns(slots) == launch.targets_of(x, pool)
     if slots_fit and launch.sequences_a_step(x, conv, pool, slots.state_indices.shape[0]) is not None:
         return None
+    s, ring = x.static, f" with rings of {pool.replay}" if pool.replay else ""
     return (
-        f"decodes {pool.states.dtype} states without a ring if K and V are multiples of 64, there are at most "
-        f"{launch.MOST_HEADS} value heads and {launch.MOST_TOKENS} tokens of a decode, and all tokens fit "
-        f"into VMEM; got K = {s.K}, V = {s.V}, {s.HV} value heads and {s.decode_tokens} tokens"
-    )
-
-
-def _ring_limit(x: Arguments, pool: StatePool) -> str | None:
-    """Return why the kernel of `ring_kernel` does not take these tokens over this pool."""
-    if pool.states.dtype == jnp.float16:
-        return _no_float16()
-    if ring_kernel.holds(x, pool):
-        return None
-    return (
-        f"takes a few tokens per sequence; {x.q.shape[1]} tokens and slots of states {pool.shape[1:]} with rings of "
-        f"{pool.replay} do not fit into VMEM"
+        f"takes decodes of at most {launch.MOST_TOKENS} tokens and {launch.MOST_HEADS} value heads; "
+        f"{slots.state_indices.shape[0]} decodes of {s.decode_tokens} tokens, and slots of states {pool.shape[1:]}"
+        f"{ring}, do not fit into VMEM"
     )
 
 
 def _states_limit(x: Arguments, pool: StatePool) -> str | None:
     """Return why the kernel of `states_kernel` does not take these tokens over this pool."""
-    if pool.states.dtype == jnp.float16:
-        return _no_float16()
     if states_kernel.key_heads_a_step(x) is not None:
         return None
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
@@ -107,10 +93,6 @@ def _states_limit(x: Arguments, pool: StatePool) -> str | None:
         f"takes a few tokens per sequence; {B * T} tokens and states [{K}, {V}] of {HV // H} value heads for a key "
         f"head do not fit into VMEM"
     )
-
-
-def _no_float16() -> str:
-    return "takes pools of float32 and bfloat16; got float16"
 
 
 def columns(slots: Slots) -> int:

@@ -84,9 +84,14 @@ def _ends(
     }[kind]
     if not out or (kind == "gates" and refs.work.starts is None):
         return [(pool.at[slot], after if out else before)]
+    place = jnp.maximum(place, jnp.int32(0))
+    if len(before.shape) > 4:
+        # Tokens have a dimension.
+        token = place if s.decode_tokens == 1 else pl.ds(place, s.decode_tokens)
+        return [(pool.at[slot, token], after)]
     # The rows of a token are one after the other. Rows of several tokens may begin in one register and end in another,
     # which not every compiler copies, so every token has its copy.
-    rows, place = after.shape[-2], jnp.maximum(place, jnp.int32(0))
+    rows = after.shape[-2]
     row_of = lambda place: pl.multiple_of(place * jnp.int32(rows), rows)
     if s.decode_tokens == 1:
         return [(pool.at[slot, pl.ds(row_of(place), rows)], after)]

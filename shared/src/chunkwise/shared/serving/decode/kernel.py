@@ -6,6 +6,7 @@ call, so that XLA does nothing around the launch.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import packed, pools, tiles
-from chunkwise.shared.serving import ring_tile
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
 from chunkwise.shared.serving.decode.records import KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
+
+# About how many value heads a fold takes at once.
+_FOLDED = 8
 
 
 def decode_kernel(refs: DecodeRefs, s: KernelStatic):
@@ -93,17 +97,13 @@ def _fold_rings(refs: DecodeRefs, s: KernelStatic, i) -> None:
 
         @pl.when(kept >= 0)
         def _():
-            heads = tile.by_row(range(s.HV), s)
-            states = [refs.buffers.before[b, place, h] for h in heads]
-            scales = [
-                None if refs.buffers.scale_in is None else refs.buffers.scale_in[b, place, h : h + 1] for h in heads
-            ]
-            held = (x[b, place] for x in (refs.buffers.ring_key, refs.buffers.ring_write, refs.buffers.ring_gate))
-            folded = ring.fold(states, scales, *held, kept)
-            for h, (S, scale) in zip(heads, folded, strict=True):
-                refs.buffers.before[b, place, h] = refs.buffers.after[b, place, h] = S
-                if scale is not None:
-                    refs.buffers.scale_in[b, place, h : h + 1] = refs.buffers.scale_out[b, place, h : h + 1] = scale
+            keys, writes, gates = (refs.ring(name, b, place) for name in ("key", "write", "gate"))
+            keys, writes, decay = ring.fold_tokens(keys, writes, gates, kept, s.HV)
+            refs.work.folded_keys[...], refs.work.folded_writes[...] = keys, writes
+            refs.work.folded_decay[...] = jnp.broadcast_to(decay, refs.work.folded_decay.shape)
+            some = tuning.largest_divisor(s.H, max(_FOLDED // s.group, 1))
+            fold_some = functools.partial(_fold_heads, refs, s, (b, place), some, decay.shape[1])
+            lax.fori_loop(jnp.int32(0), jnp.int32(s.H // some), fold_some, None)
 
         return carry
 
@@ -111,6 +111,26 @@ def _fold_rings(refs: DecodeRefs, s: KernelStatic, i) -> None:
     pl.when(functools.reduce(jnp.minimum, table.of_step(refs, table.PLACE, i)) < 0)(
         lambda: lax.fori_loop(jnp.int32(0), jnp.int32(n), fold, None)
     )
+
+
+def _fold_heads(refs: DecodeRefs, s: KernelStatic, at, some: int, channels: int, turn, carry) -> None:
+    """Replace the states of `some` key heads in a buffer by the states after their ring."""
+    tokens, before, scale_in = refs.work.folded_keys.shape[0] // s.HV, refs.buffers.before, refs.buffers.scale_in
+    found = []
+    for i, r in itertools.product(range(some), range(s.group)):
+        key = turn * jnp.int32(some) + jnp.int32(i)
+        h, row = key * jnp.int32(s.group) + jnp.int32(r), key + jnp.int32(r * s.H)
+        decay = refs.work.folded_decay[pl.ds(row, 1), :]
+        # A decay that all channels share stays one number, unless scales of channels multiply it.
+        decay = decay[:, :channels] if scale_in is None else decay * scale_in[(*at, pl.ds(h, 1))]
+        rows = pl.ds(row, tokens, stride=s.HV)
+        of_head = refs.work.folded_keys[rows, :], refs.work.folded_writes[rows, :]
+        found.append((h, *ring.fold_head(before[(*at, h)], *of_head, decay, refs.buffers.ring_write.dtype)))
+    # All heads are read before one is written, so that their products may overlap.
+    for h, S, scales in found:
+        before[(*at, h)] = refs.buffers.after[(*at, h)] = S
+        if scales is not None:
+            scale_in[(*at, pl.ds(h, 1))] = refs.buffers.scale_out[(*at, pl.ds(h, 1))] = scales
 
 
 def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
@@ -160,7 +180,7 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     for place, start in enumerate(starts):
         refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.width]
     if refs.has_rings:
-        made = [refs.work.made[:, h * s.V : (h + 1) * s.V] for h in tile.by_row(range(s.HV), s)]
+        made = [refs.work.made[:, h * s.width : h * s.width + s.V] for h in tile.by_row(range(s.HV), s)]
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
         _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
@@ -192,7 +212,7 @@ def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
                     if t == 0 and refs.buffers.scale_in is not None:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
                     S = tile.next_state(S, decay, column, refs.work.made[row, of_head])
-                    refs.buffers.after[(*at, h)], scales = ring_tile.stored(S, refs.buffers.after.dtype)
+                    refs.buffers.after[(*at, h)], scales = tile.stored(S, refs.buffers.after.dtype)
                     if scales is not None:
                         refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales
 
@@ -211,10 +231,14 @@ def _append_keys(refs: DecodeRefs, s: KernelStatic, b, counts, k, gates) -> None
 
 
 def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -> None:
-    """Store heads [m, D] in a buffer of the tokens of all sequences."""
+    """Store heads [m, D] in a buffer of the tokens of all sequences, as rows of a token or by groups [R, H]."""
     for t, token in enumerate(zip(*(tile.by_token(x, s) for x in heads), strict=True)):
-        at = (b, slice(None), t) if s.decode_tokens > 1 else b
-        buffer[at] = jnp.stack(token, axis=1).astype(buffer.dtype)
+        at = (b, slice(None), t) if s.decode_tokens > 1 else (b, slice(None))
+        if len(buffer.shape) == len(at) + 2:
+            buffer[at] = jnp.stack(token, axis=1).astype(buffer.dtype)
+            continue
+        for r in range(buffer.shape[-3]):
+            buffer[(*at, r)] = jnp.stack(token[r * s.H : (r + 1) * s.H], axis=1).astype(buffer.dtype)
 
 
 def _channels(refs: DecodeRefs, s: KernelStatic, b, j: int) -> list[jax.Array]:

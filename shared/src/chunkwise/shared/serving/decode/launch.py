@@ -21,12 +21,15 @@ from chunkwise.shared.serving.state_pool import StatePool
 # the time in which products wait; and decodes of several tokens, which read one state for all states that they write.
 _STATES = 32
 _MORE_STATES = 64
+_RING_STATES = 256
 MOST_HEADS = 128
-MOST_TOKENS = 4
+MOST_TOKENS = 8
 # The most value heads of a decode of several tokens.
 _MOST_HEADS_OF_DRAFTS = 64
-# The most value heads over rings, and the most slots, whose numbers of tokens are in scalar memory.
-_RING_HEADS = 8
+# The most states of a grid step over rings, of one token and of several.
+_RING_STATES = 256
+_RING_STATES_OF_DRAFTS = 128
+# The most slots with rings, whose numbers of tokens are in scalar memory.
 _RING_SLOTS = 2**14
 
 
@@ -34,8 +37,7 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
     s, states = x.static, pool.states
     # A layer has its channels side by side; the heads of an operator alone are padded to whole registers.
-    least = packed.LANES if x.weight else packed.LANES // 2
-    whole = s.K % least == 0 and s.V % least == 0
+    whole = not x.weight or (s.K % packed.LANES == 0 and s.V % packed.LANES == 0)
     heads = MOST_HEADS if s.decode_tokens == 1 else _MOST_HEADS_OF_DRAFTS
     few = heads >= s.HV and s.decode_tokens <= MOST_TOKENS
     if not (whole and few) or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
@@ -51,30 +53,36 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
-        # Keys and writes have eight rows for each token at most, and gates too, or a register for eight tokens.
-        slot += pool.replay * 4 * packed.LANES * (8 + 8 * s.group + (8 if _by_channel(pool) else 1))
+        slot += pool.replay * _ring_bytes(x, pool)
+        fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + s.width)
     buffers = 2 * slot + (1 + targets_of(x, pool)) * state
     each = copies.BUFFERS * buffers + 4 * s.decode_tokens * (
         2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width)
     )
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
-    return next((n for n in some if fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
+    return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
 def _takes_rings(x: Decodes, pool: StatePool) -> bool:
-    """Return whether the kernel takes decodes over these rings: a few heads of one register each.
-
-    With gates per channel every value head has its key.
-    For more heads `ring_kernel` is better, which copies only tokens that exist.
-    """
+    """Return whether the kernel takes decodes over these rings."""
     s = x.static
-    # A token of a ring must be whole rows of 32 bits, and its heads must fill registers in XLA's layout without
-    # padding.
-    heads = s.H in (1, 2, 4, 8) and s.H * pool.keys.dtype.itemsize >= 4
-    few = heads and s.HV <= _RING_HEADS and s.K == s.V == packed.LANES and pool.shape[0] <= _RING_SLOTS
-    gates = x.g.shape[1] == s.HV * (s.K if _by_channel(pool) else 1) and (s.H == s.HV or not _by_channel(pool))
-    few = few and s.decode_tokens <= pool.replay
-    return few and gates and pool.keys.shape[2:] == (s.H, s.K)
+    few = pool.shape[0] <= _RING_SLOTS and s.decode_tokens <= pool.replay
+    return few and (x.g.shape[1] > s.HV) == _by_channel(pool) and pool.keys.shape[2:] == (s.H, s.K)
+
+
+def _in_rows(pool: StatePool) -> bool:
+    """Return whether XLA stores the heads of the tokens in a ring as rows of one matrix, without padding."""
+    H, size = pool.keys.shape[2], pool.keys.dtype.itemsize
+    return (H in (1, 2, 4, 8) or H % 8 == 0) and H * size >= 4
+
+
+def _ring_bytes(x: Decodes, pool: StatePool) -> int:
+    """Return the fast memory that a token of a ring takes."""
+    s, size = x.static, pool.keys.dtype.itemsize
+    H = s.H if _in_rows(pool) else packed.round_up(s.H, 32 // size)
+    keys = packed.pad_lanes(s.K)
+    gates = 4 * s.group * H * keys if _by_channel(pool) else 4 * packed.pad_lanes(s.HV)
+    return size * H * (keys + s.group * s.width) + gates
 
 
 def _by_channel(pool: StatePool) -> bool:
@@ -85,7 +93,7 @@ def _by_channel(pool: StatePool) -> bool:
 def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> list[int]:
     """Return how many sequences of `heads` value heads a grid step may take, the best number first."""
     if rings:
-        most, states = _MORE_STATES if decode_tokens == 1 else _STATES, heads
+        most, states = _RING_STATES if decode_tokens == 1 else _RING_STATES_OF_DRAFTS, heads
     else:
         most, states = _STATES if decode_tokens == 1 else _MORE_STATES, heads * decode_tokens
     return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * states <= max(most, states)]
@@ -131,8 +139,8 @@ def launch(
     )  # fmt: skip
     fields = {name: y for name, y in pool._asdict().items() if y is not None}
     # The tokens of a ring become the rows of one matrix, for which XLA moves no data.
-    in_rows = ("keys", "writes", *(("gates",) if _by_channel(pool) else ())) if pool.replay else ()
-    fields |= {name: fields[name].reshape(pool.shape[0], -1, s.K) for name in in_rows}
+    in_rows = ("keys", "writes", *(["gates"] if _by_channel(pool) else [])) if pool.replay and _in_rows(pool) else ()
+    fields |= {name: y.reshape(pool.shape[0], -1, y.shape[-1]) for name, y in fields.items() if name in in_rows}
     held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -152,17 +160,7 @@ def launch(
         scratch |= dict(scale_in=buffer(pool.scales), scale_out=buffer(pool.scales, *written))
     scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
     if pool.replay:
-        token = lambda y, heads: pltpu.VMEM((copies.BUFFERS, n, *each, heads, y.shape[2]), y.dtype)
-        keys, writes, gates = (held[name] for name in ("keys", "writes", "gates"))
-        scratch |= dict(ring_key=buffer(keys), ring_write=buffer(writes), ring_gate=buffer(gates))
-        scratch |= dict(new_key=token(keys, s.H), new_write=token(writes, s.HV))
-        scratch["new_gate"] = token(gates, s.HV) if _by_channel(pool) else buffer(gates)
-        if _by_channel(pool):
-            scratch["starts"] = n * s.HV, s.K
-        if _by_channel(pool) or pool.scales is not None:
-            scratch["ring_parts"] = scratch["parts"]
-        scratch |= {name: pltpu.SMEM(pool.count.shape, jnp.int32) for name in ("counts", "drafts_of")}
-        scratch |= dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
+        scratch |= _ring_scratch(s, pool, held, n)
     scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
         functools.partial(kernel.decode_kernel, s=s),
@@ -189,6 +187,26 @@ def launch(
         tuple(out[f"conv{j}"] for j in range(len(conv))),
         after,
     )
+
+
+def _ring_scratch(s: KernelStatic, pool: StatePool, held: dict[str, jax.Array], n: int) -> dict[str, Any]:
+    """Return the scratch for the rings of n sequences; `held` has the arrays of the pool as the kernel sees them."""
+    m, by_channel, several = n * s.decode_tokens, _by_channel(pool), [s.decode_tokens] * (s.decode_tokens > 1)
+    keys, writes, gates = (held[name] for name in ("keys", "writes", "gates"))
+    buffer = lambda y: pltpu.VMEM((copies.BUFFERS, n, *y.shape[1:]), y.dtype)
+    of_token = lambda y, rows: (rows, y.shape[2]) if y.ndim == 3 else y.shape[2:]
+    token = lambda y, rows: pltpu.VMEM((copies.BUFFERS, n, *several, *of_token(y, rows)), y.dtype)
+    scratch: dict[str, Any] = dict(ring_key=buffer(keys), ring_write=buffer(writes), ring_gate=buffer(gates))
+    scratch |= dict(new_key=token(keys, s.H), new_write=token(writes, s.HV))
+    scratch["new_gate"] = token(gates, s.HV) if by_channel else buffer(gates)
+    scratch |= dict(folded_keys=(pool.replay * s.HV, s.K), folded_writes=(pool.replay * s.HV, s.V))
+    scratch["folded_decay"] = s.HV, s.K
+    if by_channel:
+        scratch["starts"] = n * s.HV, s.K
+    if by_channel or pool.scales is not None:
+        scratch["ring_parts"] = s.HV * 8 * m, s.K
+    scratch |= {name: pltpu.SMEM(pool.count.shape, jnp.int32) for name in ("counts", "drafts_of")}
+    return scratch | dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
 
 
 def _cost(N: int, targets: int, held: dict[str, jax.Array], s: KernelStatic) -> pl.CostEstimate:

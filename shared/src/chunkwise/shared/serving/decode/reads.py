@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import packed
-from chunkwise.shared.serving import ring_tile
 from chunkwise.shared.serving.decode import ring, tile
 from chunkwise.shared.serving.decode.records import KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
@@ -32,7 +31,8 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, rows, decays) -> l
       decays: the decays of the states that they read, [m, 1] or [m, K].
     """
     m, per_channel = refs.tokens.rows.shape[0], decays[0][1].shape[1] > 1
-    on_matrix_unit = refs.buffers.before.dtype != jnp.float32
+    # A float32 state takes the vector unit as long for one token as its parts take the matrix unit for several.
+    on_matrix_unit = refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1
     if per_channel:
         rows = [[x * decay for x, decay in zip(*pairs, strict=True)] for pairs in zip(rows, decays, strict=True)]
     scores: Any = None
@@ -116,7 +116,7 @@ def _read_together(refs: DecodeRefs, s: KernelStatic, b, heads) -> None:
         # The rows of a sequence.
         first = tile.row_of(heads[0], s) * m
         some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
-        S = jnp.concatenate([refs.buffers.before[b, place, h].astype(jnp.bfloat16) for h in heads], axis=1)
+        S = jnp.concatenate([refs.buffers.before[b, place, h] for h in heads], axis=1)
         y = tile.read_on_matrix_unit(S, jnp.concatenate(some))
         for j, h in enumerate(heads):
             for t, row in enumerate(range(place, m, n)):
@@ -139,8 +139,8 @@ def _split_rows(parts: jax.Ref, s: KernelStatic, rows) -> None:
             parts[at : at + m, :] = found[j] if j < len(found) else jnp.zeros_like(found[0])
 
 
-def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -> jax.Array:
-    """Return the products of keys and queries with the keys of rings, [m 2 HV, L H], sequence by sequence.
+def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -> list[jax.Array]:
+    """Return the products of keys and queries with the keys of rings for every block, [m 2 B, keys], by sequences.
 
     With gates per channel the keys are decayed, and the decays of states over rings are stored.
     """
@@ -150,33 +150,53 @@ def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -
     keys = []
     for place, count in enumerate(counts):
         if refs.work.starts is None:
-            keys.append(ring_tile.exact_parts(refs.buffers.ring_key[b, place][None], dtype))
+            keys.append(refs.ring("key", b, place))
             continue
-        left, start = ring.decayed_keys(refs.buffers.ring_key[b, place], refs.buffers.ring_gate[b, place], count, s.HV)
+        left, start = ring.decayed_keys(refs.ring("key", b, place), refs.ring("gate", b, place), count, s.HV)
         refs.work.starts[place * s.HV : (place + 1) * s.HV, :] = start
-        keys.append(ring.in_parts(left, dtype))
-    return ring.score(rows, keys, [count * jnp.int32(s.H) for count in counts], s.HV)
+        keys.append(left)
+    scores, found = [], {}
+    H = s.H if refs.work.starts is None else s.HV
+    for block in ring.blocks(H, s.HV):
+        # The value heads of a key head have the same scores, unless they have erase keys or gates of their own.
+        same = (block[0] % H, len(block)) if refs.tokens.p is None and len(block) <= H else block
+        if same not in found:
+            found[same] = ring.score(rows, keys, counts, block, H, s.HV, dtype)
+        scores.append(found[same])
+    return scores
 
 
-def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[Any, list[tuple[jax.Array, ...]]]:
-    """Return the decays of states over rings [n, HV], None with gates per channel, and the weights of writes."""
+def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[Any, list[Any]]:
+    """Return the decays of states over rings [n, HV], None with gates per channel, and for blocks the weights."""
     n, dtype = refs.buffers.before.shape[1], refs.buffers.ring_write.dtype
     if refs.work.starts is not None:
-        return None, ring.weigh(scores, None, n, s.HV, dtype)
-    gates = [ring.existing(refs.buffers.ring_gate[b, place], count, 1) for place, count in enumerate(counts)]
-    # Once for keys and once for queries of each token.
-    copies = 2 * s.decode_tokens
-    left, start = ring.remaining([jnp.concatenate([x] * copies, axis=1) for x in gates], s.HV)
-    return start, ring.weigh(scores, left, n, s.HV, dtype)
+        blocks = ring.blocks(s.HV, s.HV)
+        return None, [ring.weigh(x, None, n, len(block), dtype) for x, block in zip(scores, blocks, strict=True)]
+    blocks = ring.blocks(s.H, s.HV)
+    gates = [ring.existing(refs.ring("gate", b, place), count, 1) for place, count in enumerate(counts)]
+    left, start = ring.remaining(gates, len(blocks[0]))
+    weights = []
+    for x, block in zip(scores, blocks, strict=True):
+        # Once for keys and once for queries of each token.
+        starts = [at + block[0] for at in range(0, n * s.HV, s.HV) for _ in range(2 * s.decode_tokens)]
+        decays = jnp.concatenate([left[at : at + len(block)] for at in starts])
+        weights.append(ring.weigh(x, decays, n, len(block), dtype))
+    return start, weights
 
 
 def _read_rings(refs: DecodeRefs, s: KernelStatic, b, counts, weights) -> list[list[jax.Array]]:
     """Return the values that keys and queries read from rings, [m, V] each, for every row of the order [R, H]."""
     n, rows = refs.buffers.before.shape[1], 2 * s.HV * s.decode_tokens
-    for place, (x, count) in enumerate(zip(weights, counts, strict=True)):
-        values = ring.read(x, refs.buffers.ring_write[b, place], count, s.HV)
-        refs.work.ring_reads[place * rows : (place + 1) * rows, :] = values
+    blocks = ring.blocks(s.H if refs.work.starts is None else s.HV, s.HV)
+    size = len(blocks[0])
+    for of_block, block in zip(weights, blocks, strict=True):
+        for place, (x, count) in enumerate(zip(of_block, counts, strict=True)):
+            values = ring.read(x, refs.ring("write", b, place), count, block, s.HV)
+            first = place * rows + block[0] * 2 * s.decode_tokens
+            refs.work.ring_reads[first : first + len(values), :] = values
     load = lambda first: jnp.concatenate(
-        [refs.work.ring_reads[pl.ds(row, n, stride=rows), :] for row in range(first, rows, 2 * s.HV)]
+        [refs.work.ring_reads[pl.ds(first + t * 2 * size, n, stride=rows), :] for t in range(s.decode_tokens)]
     )
-    return [[load(row), load(s.HV + row)] for row in range(s.HV)]
+    # A block has the keys and queries of its rows for every token.
+    firsts = [row // size * size * 2 * s.decode_tokens + row % size for row in range(s.HV)]
+    return [[load(first), load(first + size)] for first in firsts]

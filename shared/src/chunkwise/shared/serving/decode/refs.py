@@ -1,9 +1,11 @@
 """The Refs of the kernel of `decode.kernel`, in groups."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from chunkwise.shared.kernels import packed
 
@@ -145,6 +147,8 @@ class WorkRefs(NamedTuple):
       ring_parts: the same for reads from rings; None if they are the same.
       starts: float32 [n HV, K], the decays of states over rings for gates per channel; None for other gates.
       ring_reads: float32 [m 2 HV, V], the values that keys and queries read from rings.
+      folded_keys, folded_writes: float32 [L HV, K] and [L HV, V], the decayed keys and the writes of a ring;
+        folded_decay: float32 [HV, K], the decays of its states.
       made: float32 [m, HV V], the values that the tokens write.
     """
 
@@ -153,6 +157,9 @@ class WorkRefs(NamedTuple):
     starts: Any
     products: jax.Ref
     ring_reads: Any
+    folded_keys: Any
+    folded_writes: Any
+    folded_decay: Any
     made: jax.Ref
 
 
@@ -206,6 +213,19 @@ class DecodeRefs(NamedTuple):
     def has_rings(self) -> bool:
         """Whether the states have rings."""
         return self.pools.keys is not None
+
+    @property
+    def ring_tokens(self) -> int:
+        """How many tokens a ring can hold."""
+        return self.work.folded_keys.shape[0] // self.work.folded_decay.shape[0]
+
+    def ring(self, name: str, b, place: int) -> jax.Array:
+        """Return the keys, writes or gates of a ring in the buffers as one matrix, the rows of its tokens in turn."""
+        x = getattr(self.buffers, f"ring_{name}")[b, place]
+        if x.ndim == 2:
+            return x
+        rows = [x[at].astype(jnp.float32) for at in itertools.product(*map(range, x.shape[:-2]))]
+        return jnp.concatenate(rows).astype(x.dtype)
 
     @property
     def lanes(self) -> dict[str, slice]:

@@ -76,7 +76,7 @@ def fill(refs: DecodeRefs, s: KernelStatic) -> None:
 
 def _count_tokens(refs: DecodeRefs, s: KernelStatic, n, source, target, tokens) -> None:
     """Put the place of the tokens of sequence n in its ring into the table, and count the tokens."""
-    L, W, zero = jnp.int32(refs.buffers.ring_key.shape[2] // s.H), jnp.int32(s.decode_tokens), jnp.int32(0)
+    L, W, zero = jnp.int32(refs.ring_tokens), jnp.int32(s.decode_tokens), jnp.int32(0)
     slot, at = jnp.maximum(source, zero), n * jnp.int32(numbers(1))
     kept = jnp.clip(refs.buffers.counts[slot], zero, L)
     if s.decode_tokens > 1 or refs.step.accepted is not None:

@@ -5,6 +5,7 @@ A decode over a ring may have a few tokens. Then the rows of the second tokens c
 No operation mixes rows of different sequences, so NaN and infinity in one sequence change no other sequence.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared.kernels import activations, tiles
+from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode.records import KernelStatic, OutputNorm
 
 # How many bfloat16 numbers have a float32 number as their sum.
@@ -118,10 +120,16 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
 
 
 def read_on_matrix_unit(S: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows [8, K] of bfloat16 numbers times a state [K, V] in bfloat16, float32 [8, V]."""
-    return lax.dot_general(
-        rows.astype(jnp.bfloat16), S, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )  # fmt: skip
+    """Return rows [8, K] of bfloat16 numbers times a state [K, V], float32 [8, V]."""
+    parts = exact_parts(S) if S.dtype == jnp.float32 else [S]
+    products = [
+        lax.dot_general(
+            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        for x in parts
+    ]  # fmt: skip
+    return functools.reduce(jnp.add, products[::-1])
 
 
 def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
@@ -133,3 +141,11 @@ def next_state(S: jax.Array, decay: jax.Array, key_column: jax.Array, new: jax.A
     """Return diag(decay) S + k n^T in float32, for a decay [1, 1] or [1, K], a key as a column, and n [1, V]."""
     decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
     return decay * S + key_column * new
+
+
+def stored(state: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Return a float32 state [K, V] in the type of a pool, and its scales [1, K], None unless it is int8."""
+    if dtype != jnp.int8:
+        return state.astype(dtype), None
+    state, scales = state_pool.quantize(state)
+    return state.astype(dtype), tiles.to_row(scales[None])[0]
