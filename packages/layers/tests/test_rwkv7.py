@@ -92,13 +92,22 @@ def test_released_names():
     assert read.first == () == read.first_bias
 
 
-def test_first_version_of_flash_linear_attention():
-    """It has the six mixtures in one array."""
+def test_names_of_flash_linear_attention():
+    """Matrices of low rank are transposed there; its first version has the six mixtures in one array."""
     _, w, _ = make(LATER)
-    named = layers.save_rwkv7_attention(w, LATER, model="rwkv7")
-    mixtures = np.concatenate([named.pop(f"x_{name}")[0] for name in "rwkvag"])
-    read = layers.load_rwkv7_attention(named | {"x_x": mixtures}, LATER)
-    jax.tree.map(np.testing.assert_array_equal, read, w)
+    file = {name.removeprefix("blocks.1.att."): x for name, x in released(LATER).items()}
+    names = dict(receptance="r_proj", key="k_proj", value="v_proj", output="o_proj", ln_x="g_norm")
+    named = {name: file[name] for name in ("r_k", *(f"x_{letter}" for letter in "rwkvag"))}
+    named |= {name: file[name].reshape(-1) for name in ("k_k", "k_a")} | {"g_norm.bias": file["ln_x.bias"]}
+    named |= {f"{theirs}.weight": file[f"{name}.weight"] for name, theirs in names.items()}
+    for letter in "wavg":
+        named |= {f"{letter}_lora.lora.{i}.weight": file[f"{letter}{j}"].T for i, j in ((0, 1), (2, 2))}
+        named |= {f"{letter}_lora.lora.2.bias": file[f"{letter}0"].reshape(-1)} if letter != "g" else {}
+    jax.tree.map(np.testing.assert_array_equal, layers.load_rwkv7_attention(named, LATER), w)
+    saved = layers.save_rwkv7_attention(w, LATER, model="rwkv7")
+    jax.tree.map(np.testing.assert_array_equal, saved, named)
+    mixtures = np.concatenate([named.pop(f"x_{letter}")[0] for letter in "rwkvag"])
+    jax.tree.map(np.testing.assert_array_equal, layers.load_rwkv7_attention(named | {"x_x": mixtures}, LATER), w)
 
 
 def test_wrong_checkpoint():
