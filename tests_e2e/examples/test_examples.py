@@ -18,11 +18,12 @@ import kimi_linear
 import mamba2
 import olmo_hybrid
 import qwen3_5
+import rwkv7
 import train
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("[!_]*.py"))}
-MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid)}
+MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid, rwkv7)}
 LIBRARIES = {"blocks", "generation", "library"}
 ROPE = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
 DELTA = dict(
