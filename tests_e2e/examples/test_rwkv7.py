@@ -71,7 +71,12 @@ def case(tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = importlib.import_module("rwkv.model")
-        return Case(path, theirs, theirs.RWKV_x070(str(path.with_suffix("")), "cpu fp32"))
+        model = theirs.RWKV_x070(str(path.with_suffix("")), "cpu fp32")
+    # For so little, more threads wait longer than they compute.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Case(path, theirs, model)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
