@@ -20,10 +20,11 @@ import olmo_hybrid
 import qwen3_5
 import rwkv7
 import train
+import xlstm_7b
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("[!_]*.py"))}
-MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid, rwkv7)}
+MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid, rwkv7, xlstm_7b)}
 LIBRARIES = {"blocks", "generation", "library"}
 ROPE = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
 DELTA = dict(
@@ -35,6 +36,7 @@ CONFIGS = {
     qwen3_5: DELTA | dict(hidden_act="silu", attn_output_gate=True, output_gate_type="swish"),
     olmo_hybrid: DELTA | dict(hidden_act="silu", attention_bias=False),
     mamba2: dict(num_hidden_layers=2, hidden_size=64, num_heads=4, head_dim=32, n_groups=2, state_size=16),
+    xlstm_7b: dict(num_hidden_layers=2, hidden_size=64, num_heads=2, weight_mode="single", add_out_norm=True),
     kimi_linear: dict(
         num_hidden_layers=2, hidden_size=64, rms_norm_eps=1e-5, first_k_dense_replace=1, num_attention_heads=2,
         qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=None, num_experts=4,
@@ -125,7 +127,8 @@ def test_wrong_mesh():
         (kimi_linear, "moe_router_activation_func", "softmax"), (kimi_linear, "hidden_act", "situ"),
         (kimi_linear, "mla_use_output_gate", True), (kimi_linear, "attn_res_block_size", 12),
         (olmo_hybrid, "rope_type", "yarn"), (olmo_hybrid, "hidden_act", "gelu"), (olmo_hybrid, "attention_bias", True),
-        (mamba2, "hidden_act", "gelu"), (mamba2, "rms_norm", False),
+        (mamba2, "hidden_act", "gelu"), (mamba2, "rms_norm", False), (xlstm_7b, "weight_mode", "fused"),
+        (xlstm_7b, "add_out_norm", False),
     ],
 )  # fmt: skip
 def test_settings_that_an_example_cannot_do(model, setting, value):
