@@ -73,7 +73,7 @@ def assert_values_and_gradients(kind: Kind, call: str, form: str, implementation
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal((1, T, 2, 16)), dtype)
     dht = jnp.asarray(rng.standard_normal((states, 2, 24, 16)), jnp.float32) if states else None
-    static = tuple((kind.static | (dict(chunk_size=16) if call == "chunk" else {})).items())
+    static = tuple(((dict(chunk_size=16) if call == "chunk" else {}) | kind.static).items())
     found, grads = _values_and_gradients(
         getattr(kind, call), static, implementation, poison_padding(x, **fixed), fixed, do, dht
     )

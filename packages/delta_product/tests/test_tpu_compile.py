@@ -12,17 +12,18 @@ from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
 
 
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_forward_and_backward_compile(chip):
+def test_forward_and_backward_compile(chip, n):
     x = dict(
-        q=spec(1, 96, 1, 128, dtype=jnp.bfloat16), k=spec(1, 192, 1, 128, dtype=jnp.bfloat16),
-        v=spec(1, 192, 2, 128, dtype=jnp.bfloat16), g=spec(1, 96, 2), beta=spec(1, 192, 2),
+        q=spec(1, 96, 1, 128, dtype=jnp.bfloat16), k=spec(1, 96 * n, 1, 128, dtype=jnp.bfloat16),
+        v=spec(1, 96 * n, 2, 128, dtype=jnp.bfloat16), g=spec(1, 96, 2), beta=spec(1, 96 * n, 2),
     )  # fmt: skip
 
     def run(x, cu_seqlens):
         def loss(x):
             o, state = chunk_gated_delta_product(
-                **x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused", num_householder=2
+                **x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused", num_householder=n
             )
             return o.astype(jnp.float32).sum() + state.sum(), o
 

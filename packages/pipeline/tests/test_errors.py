@@ -17,7 +17,7 @@ from chunkwise.pipeline import (
     ragged_gated_delta_rule,
     recurrent_gated_delta_rule,
 )
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, RECURRENT, operator_inputs
 from chunkwise.shared.call.unknown_arguments import INSTEAD
 from chunkwise.shared.testing.inputs import make_inputs
 
@@ -172,21 +172,22 @@ def test_a_step_that_is_a_constant_of_a_program(slots):
                 trace()
 
 
+EVERY = [*CHUNKED, *(operator for operator in COMPOSED.values() if operator.chunked)]
 HEAD_FIRST = pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 
 
 def unlabelled(operator, *sizes) -> dict:
     """Inputs of which none tells heads from tokens by its own dimensions."""
-    return {name: y for name, y in operator_inputs(operator, *sizes).items() if name != "g_gamma"}
+    return {name: y for name, y in operator.source.inputs(*sizes).items() if name != "g_gamma"}
 
 
-@HEAD_FIRST
+@pytest.mark.parametrize("operator", EVERY, ids=lambda operator: operator.name)
 @pytest.mark.parametrize("T", [2, 3])
 def test_head_first_tensors_get_a_warning(operator, T):
     x = unlabelled(operator, 1, T, 3, 3, 8, 8)
     message = rf"`q` should have shape \[B, T, H, K\]; got \(1, {T}, 3, 8\), with T = {T} and H = 3: are the tensors"
     with pytest.warns(UserWarning, match=message) as caught:
-        jax.eval_shape(lambda: operator.function(**x))
+        jax.eval_shape(lambda: operator.function(**x, **operator.static))
     assert [warning.filename for warning in caught] == [__file__]
 
 

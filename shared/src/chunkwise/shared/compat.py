@@ -19,9 +19,9 @@ def axis_type(mesh, name: str) -> jax.sharding.AxisType:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name]
 
 
-def varying_axes(*operands: jax.Array | None) -> frozenset[str]:
-    """Return the mesh axes over which any of the operands varies; it has some only under a checking `shard_map`."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands if x is not None))
+def varying_axes(*operands: Any) -> frozenset[str]:
+    """Return the mesh axes over which any array varies; it has some only under a checking `shard_map`."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
 
 
 def vary_over(axes: Collection[str], x: Any) -> Any:

@@ -4,7 +4,6 @@ Boundaries, ids, blocks and slots count tokens of the user; here they become tho
 of what the user counts come first, in the user's tokens.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,27 +11,26 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call import arguments, checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, interleaved
+from chunkwise.shared.kernels.interleaved import Interleaved
+from chunkwise.shared.operator import Operator
 from chunkwise.shared.plain import stream
 from chunkwise.shared.serving import run, state_pool, step_table
 
-# A method of an `Operator`.
-Call = Callable[[Arguments, Options, str | None], tuple[jax.Array, Any]]
 
-
-def check_counts(x: Arguments, options: Options, ragged: bool) -> tuple[Arguments, Options]:
+def check_counts(x: Arguments, options: Options, form: str) -> tuple[Arguments, Options]:
     """Check what counts tokens of the user, and all that operators check alike.
 
     Args:
       x: arguments whose shapes are checked, all of them with the tokens of the user, as arrays or as their shapes.
       options: the options of the call.
-      ragged: whether it is a serving step.
+      form: "chunk", "recurrent" or "ragged", the name of a method of an `Operator`.
 
     Returns:
       The arguments and options with defaults.
     """
     x = arguments.check_shared(x, options)
-    return run.check_step(x, options) if ragged else (x, options)
+    return run.check_step(x, options) if form == "ragged" else (x, options)
 
 
 def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
@@ -48,32 +46,22 @@ def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     return x._replace(g=g, A_log=None, dt_bias=None), options._replace(activation=activation)
 
 
-def place(y: jax.Array, n: int, at: int) -> jax.Array:
+def place(y: jax.Array, n: int, at: int) -> Interleaved:
     """Return [B, T, ...] as [B, T n, ...]: every token at this place of n tokens, and zeros at the other places."""
-    B, T, *rest = y.shape
-    padding = [(0, 0), (0, 0), (at, n - 1 - at), *((0, 0) for _ in rest)]
-    return jnp.pad(y[:, :, None], padding).reshape(B, T * n, *rest)
-
-
-def interleave(*tokens: jax.Array) -> jax.Array:
-    """Return n arrays [B, T, ...] as [B, T n, ...], in turn."""
-    B, T, *rest = tokens[0].shape
-    return jnp.stack(tokens, axis=2).reshape(B, T * len(tokens), *rest)
-
-
-def last(o: jax.Array, n: int) -> jax.Array:
-    """Return the last of every n tokens of [B, T n, ...]."""
-    B, T, *rest = o.shape
-    return o.reshape(B, T // n, n, *rest)[:, :, n - 1]
+    return Interleaved(*(y if i == at else None for i in range(n)))
 
 
 def over_tokens(
-    call: Call, x: Arguments, options: Options, implementation: str | None, n: int
+    operator: Operator, form: str, x: Arguments, options: Options, implementation: str | None, n: int
 ) -> tuple[jax.Array, Any]:
-    """Call a method of an `Operator` and return its output at the last of every n tokens, and its states or pool.
+    """Run a form of an operator and return its output at the tokens with queries, and its states or pool.
 
-    The tokens of x are those of the operator; its boundaries, ids and slots, and the options, count the user's.
+    The tokens of x are those of the operator, n for each of the user; its boundaries, ids and slots, and the options,
+    count the user's.
     """
+    q = x.q
+    if form != "chunk":
+        x = interleaved.whole(x)
     if x.cu_seqlens is not None:
         # A boundary past the end, which a compiled program cannot refuse, must not overflow.
         x = x._replace(cu_seqlens=jnp.clip(x.cu_seqlens, 0, checks.MOST_COUNTED // n) * jnp.int32(n))
@@ -83,8 +71,8 @@ def over_tokens(
         options = options._replace(block_size=options.block_size * n)
     if x.slots is not None and x.slots.num_decodes is not None:
         x, options = _slots_of_decodes(x, options, n)
-    o, states = call(x, options, implementation)
-    return last(o, n), states
+    o, states = getattr(operator, form)(x, options, implementation)
+    return interleaved.at_queries(q, o), states
 
 
 def _slots_of_decodes(x: Arguments, options: Options, n: int) -> tuple[Arguments, Options]:

@@ -18,7 +18,7 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
-from chunkwise.shared.kernels import derivatives
+from chunkwise.shared.kernels import derivatives, interleaved
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.serving import few_tokens, run
 
@@ -45,14 +45,15 @@ class Operator:
     erase_before_decay: bool = False
 
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
-        """Run the operator over whole sequences, chunk by chunk."""
+        """Run the operator over whole sequences, chunk by chunk; the output has the tokens that q has."""
         x, options = self._taken(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         x = arguments.check_shared(x, options)
         arguments.warn_head_first(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name = f"chunk_{self.name}"
-        return _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()
+        o, states = _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()
+        return interleaved.at_queries(x.q, o), states
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over a few tokens of every sequence, token by token; without any slot there is no pool."""
@@ -106,6 +107,9 @@ def _located(
     # Outside of jit, arrays may be numpy arrays, such as the arrays of a scheduler and a pool from a file.
     x = jax.tree.map(lambda y: jnp.asarray(y) if isinstance(y, np.ndarray) else y, x)
     places = devices.find_places(x, options, pool)
+    if places[1]:
+        # The tokens of a device may begin inside of a token of the user.
+        x = interleaved.whole(x)
     divided = places != (None, ())
     if name is not None:
         x = _in_reverse(x, name, implementation.name, divided)

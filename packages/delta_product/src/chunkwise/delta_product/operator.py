@@ -15,24 +15,24 @@ from chunkwise.shared import compat, composition
 from chunkwise.shared.call import checks, signature
 from chunkwise.shared.call.arguments import Arguments, Options
 
-# It has the implementations of the gated delta rule, and its own name in errors.
-OPERATOR = dataclasses.replace(gdn.OPERATOR, name="gated_delta_product")
+# It has the implementations of the gated delta rule. Its tensors are checked before they become those of n tokens.
+OPERATOR = dataclasses.replace(gdn.OPERATOR, name="gated_delta_product", check=lambda x, options: None)
 
 
-def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
+def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     x, options, implementation = signature.to_records(named)
     x, n = x.with_int32(), named["num_householder"]
     by_token = check(x, options, n)
-    checked, options = composition.check_counts(by_token, options, ragged="states" in named)
+    checked, options = composition.check_counts(by_token, options, form)
     x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
-    x = x._replace(q=composition.place(x.q, n, n - 1), g=composition.place(x.g, n, 0))
-    return composition.over_tokens(call, x, options, implementation, n)
+    x = x._replace(q=composition.place(x.q, n, n - 1), g=composition.place(x.g, n, 0).whole())
+    return composition.over_tokens(OPERATOR, form, x, options, implementation, n)
 
 
 # Functions of the arguments of a call by name.
-chunk = functools.partial(_run, OPERATOR.chunk)
-recurrent = functools.partial(_run, OPERATOR.recurrent)
-ragged = functools.partial(_run, OPERATOR.ragged)
+chunk = functools.partial(_run, "chunk")
+recurrent = functools.partial(_run, "recurrent")
+ragged = functools.partial(_run, "ragged")
 
 
 def check(x: Arguments, options: Options, n: Any) -> Arguments:

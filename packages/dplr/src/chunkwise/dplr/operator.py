@@ -1,7 +1,7 @@
 """The delta rule with diagonal plus low-rank transitions, as the delta rule with two keys over two tokens for each.
 
-The first token has the gate; it erases by -a, reading the state before the decay, and writes b times what it read, with
-a value of zeros. The second one writes k v^T, erases nothing, and has the query.
+The first token has the gate; it reads the state before the decay by the erase key a, and with a value of zeros and a
+step size of -1 it adds b times what it read. The second one writes k v^T, erases nothing, and has the query.
 """
 
 import functools
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from chunkwise.kda.operator import check_bound
 from chunkwise.shared import composition
 from chunkwise.shared.call import checks, signature
+from chunkwise.shared.kernels.interleaved import Interleaved
 from chunkwise.two_keys.operator import define_rule
 
-# Its step sizes are ones, whose gradient nobody requests; its tensors are checked before they become two tokens.
+# Its step sizes are -1 and 1, whose gradients nobody requests; its tensors are checked before they become two tokens.
 OPERATOR = define_rule(
     "dplr_delta_rule", lambda x, options: check_bound(options), optional=("beta",), erase_before_decay=True
 )
@@ -23,29 +24,31 @@ OPERATOR = define_rule(
 TENSORS = {"q": "r", "k": "k", "v": "v", "a": "a", "b": "b", "gk": "w"}
 
 
-def _run(call: composition.Call, named: dict[str, Any]) -> tuple[jax.Array, Any]:
+def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     names = {name: name if "gk" in named else theirs for name, theirs in TENSORS.items()}
     q, k, v, a, b, gk = tensors = [named[name] for name in names.values()]
     others = {name: y for name, y in named.items() if name not in names.values()}
     x, options, implementation = signature.to_records(others | dict(q=q, k=k, v=v, g=gk))
     check(names, tensors, x.cu_seqlens)
     check_bound(options)
-    x, options = composition.check_counts(x.with_int32(), options, ragged="states" in named)
+    x, options = composition.check_counts(x.with_int32(), options, form)
     dtype = b.dtype if b.dtype == k.dtype else jnp.float32
+    signs = jnp.asarray([-1.0, 1.0], jnp.float32)
     x = x._replace(
         q=composition.place(q, 2, 1),
-        k=composition.interleave(b.astype(dtype), k.astype(dtype)),
+        k=Interleaved(b.astype(dtype), k.astype(dtype)),
         v=composition.place(v, 2, 1),
-        p=composition.place(-a, 2, 0),
+        p=composition.place(a, 2, 0),
         g=composition.place(gk, 2, 0),
+        beta=jnp.broadcast_to(jnp.tile(signs, q.shape[1])[None, :, None], (v.shape[0], 2 * v.shape[1], v.shape[2])),
     )
-    return composition.over_tokens(call, x, options, implementation, 2)
+    return composition.over_tokens(OPERATOR, form, x, options, implementation, 2)
 
 
 # Functions of the arguments of a call by name.
-chunk = functools.partial(_run, OPERATOR.chunk)
-recurrent = functools.partial(_run, OPERATOR.recurrent)
-ragged = functools.partial(_run, OPERATOR.ragged)
+chunk = functools.partial(_run, "chunk")
+recurrent = functools.partial(_run, "recurrent")
+ragged = functools.partial(_run, "ragged")
 
 
 def check(names: dict[str, str], tensors: list[Any], cu_seqlens: Any) -> None:

@@ -286,6 +286,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         },
         outputs=available,
         requested=outputs,
+        like={"o": x.q},
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),

@@ -149,6 +149,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "dh0": (state, (static.N, HV, s.K, s.V), jnp.float32),
         },
         requested=outputs,
+        like=x.gradients(),
         scratch={} if "dh0" in outputs else {"dstate": (s.heads, s.K, s.V)},
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize, backward=True),
         in_bounds=True,

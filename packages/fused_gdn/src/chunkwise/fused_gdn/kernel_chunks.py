@@ -271,6 +271,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
             "A_inv": (second.per_chunk(n, s.C, lanes), (B, NT, HV // s.p, s.C, lanes), jnp.float32),
         },
         requested=outputs,
+        like={"o": x.q},
         scratch=scratch,
         cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
         in_bounds=True,

@@ -54,7 +54,8 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     """Return the operands of a launch; values per token are cut in blocks of its heads, [B, blocks, T, heads]."""
     heads = static.config.heads_bwd if backward else static.config.heads
     dtype, repeats = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype), static.H // x.q.shape[2]
-    q, k = (jnp.repeat(y, repeats, axis=2) if repeats > 1 else y for y in (x.q, x.k))
+    repeat = lambda y: jnp.repeat(y, repeats, axis=2)
+    q, k = jax.tree.map(repeat, (x.q, x.k)) if repeats > 1 else (x.q, x.k)
     q, k, v = (layout.to_lanes(y.astype(dtype), static.T) for y in (q, k, x.v))
     # No TPU loads float16.
     wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.float16 else y

@@ -412,6 +412,7 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
         },
         outputs=available,
         requested=outputs,
+        like={"o": x.q},
         scratch=_scratch(x, static, outputs, 1 if may_forget else base, channels),
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=(cost.cost if with_output else cost.states_cost)(

@@ -278,17 +278,19 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
             "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
         },
         requested=outputs,
+        like=x.gradients(),
         scratch=scratch,
         cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True, more=loads.more_bytes(x)),
         in_bounds=True,
     )
     for name, y in (("dbeta", x.beta), ("dg", x.g)):
         if name in gradients:
-            gradients[name] = gradients[name].reshape(y.shape)
+            gradients[name] = jax.tree.map(lambda d, y: d.reshape(y.shape), gradients[name], y)
     if "dlaw" in gradients:
         gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0)
     for name in ("dq", "dk", "de"):
         if name in gradients and share > 1:
-            d = gradients[name].reshape(*x.q.shape[:2], static.H, share, K)
-            gradients[name] = jnp.sum(d, axis=3).reshape(x.q.shape).astype(x.q.dtype)
+            split = lambda d: d.reshape(*d.shape[:2], static.H, share, K)
+            summed = lambda d: jnp.sum(split(d), axis=3).reshape(*d.shape[:2], -1).astype(x.q.dtype)
+            gradients[name] = jax.tree.map(summed, gradients[name])
     return gradients

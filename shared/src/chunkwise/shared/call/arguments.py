@@ -1,5 +1,6 @@
 """The arguments of an operator on their way from the call to an implementation."""
 
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, gates
-from chunkwise.shared.kernels import chunking, launcher, tiles
+from chunkwise.shared.kernels import chunking, interleaved, launcher, tiles
 
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
@@ -197,15 +198,23 @@ def warn_head_first(x: Arguments, options: Options) -> None:
     Such tensors raise an error elsewhere if value heads are grouped, or if another argument shows how many heads or how
     many tokens there are. Under a `context_axis` a small T is usual, because it is a device's part of the tokens.
     """
-    T, H = x.q.shape[1:3]
+    q = interleaved.first(x.q)
+    T, H = q.shape[1:3]
     telling = (x.initial_state, x.cu_seqlens, x.segment_ids, x.g_gamma, x.A_log, options.context_axis)
     if isinstance(T, int) and T <= H == x.v.shape[2] and H > 1 and all(y is None for y in telling):
         warnings.warn(
-            f"`q` should have shape [B, T, H, K]; got {tuple(x.q.shape)}, with T = {T} and H = {H}: are the tensors "
+            f"`q` should have shape [B, T, H, K]; got {tuple(q.shape)}, with T = {T} and H = {H}: are the tensors "
             f"head-first, [B, H, T, K]?",
-            # To the line that calls the operator, past this function, `Operator.chunk` and `signature`.
-            stacklevel=4,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """Return how many calls lie between the caller of this function and the line outside of chunkwise, for `warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("chunkwise."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) -> tuple[Arguments, Options]:

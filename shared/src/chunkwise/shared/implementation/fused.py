@@ -22,7 +22,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
-from chunkwise.shared.kernels import chunk_steps, launcher, layout, packed, pools
+from chunkwise.shared.kernels import chunk_steps, interleaved, launcher, layout, packed, pools
 from chunkwise.shared.kernels.chunk_steps import Steps
 from chunkwise.shared.kernels.operands import Operands
 from chunkwise.shared.plain import state_map
@@ -104,7 +104,7 @@ def implementation(
 
     return Implementation(
         "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled),
-        options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, knows_segments=True,
+        options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, knows_segments=True, interleaves=True,
     )  # fmt: skip
 
 
@@ -125,6 +125,7 @@ def _limit_of_table(kernels: Kernels, x: Arguments, options: Options) -> str | N
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run(kernels: Kernels, x: Arguments, options: Options, precomputed: dict[str, jax.Array] | None = None):
     """Return the output [B, T, HV, V] and the final states [N, HV, K, V], None unless asked for."""
+    x = interleaved.unless_fitting(x, options.chunk_size)
     options = options._replace(config=kernels.config_for(x, options))
     scale, steps = x.scale, _steps(kernels, x, options)
     operands = _vary_alike((x._replace(scale=None), steps, precomputed or {}))
@@ -157,9 +158,10 @@ def _outputs(options: Options) -> tuple[str, ...]:
     return ("o", "ht") if options.output_final_state else ("o",)
 
 
-def _user_output(o: jax.Array, v: jax.Array) -> jax.Array:
-    """Return an output of a kernel as the user has it, of the shape and type of v."""
-    return layout.from_lanes(o, v.shape[2], v.shape[3], v.shape[1]).astype(v.dtype)
+def _user_output(o: Any, x: Arguments) -> jax.Array:
+    """Return an output of a kernel as the user has it: of the tokens of the queries, with the heads and type of v."""
+    tokens = interleaved.first(x.q).shape[1]
+    return layout.from_lanes(interleaved.first(o), *x.v.shape[2:], tokens).astype(x.v.dtype)
 
 
 def _user_states(kernels: Kernels, states: jax.Array, x: Arguments, otherwise: jax.Array | None) -> jax.Array:
@@ -187,7 +189,7 @@ def _attend(kernels: Kernels, options: Options, x: Arguments, steps: Steps, prec
 def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """Return the output and the final states of a forward launch as the user has them."""
     states = None if "ht" not in out else _user_states(kernels, out["ht"], x, x.initial_state)
-    return _user_output(out["o"], x.v), states
+    return _user_output(out["o"], x), states
 
 
 def _forward(kernels: Kernels, options: Options, x: Arguments, steps: Steps, precomputed: dict[str, jax.Array]):
@@ -234,7 +236,7 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     x, steps, residuals, requested = saved
     static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(residuals)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
-    do = jnp.zeros(x.v.shape, x.v.dtype) if do is None else do
+    do = jnp.zeros((*interleaved.first(x.q).shape[:2], *x.v.shape[2:]), x.v.dtype) if do is None else do
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
     operands, transpose = jax.vjp(lambda floats: kernels.lay_out(x._replace(**floats), static, True), floats)
     if kernels.recomputed:
@@ -245,12 +247,12 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     d = kernels.backward(
         replace(
             operands, table=steps.table, owner=steps.owner, **residuals,
-            do=layout.to_lanes(do.astype(operands.v.dtype), static.T),
+            do=layout.to_lanes(interleaved.like(x.q, do.astype(operands.v.dtype)), static.T),
             dht=kernel_states(dstates, kernels.transposed),
         ),
         static, tuple(map(_gradient_of, computed)),
     )  # fmt: skip
-    zeros = {name: jnp.zeros_like(getattr(operands, name)) for name in present if name not in computed}
+    zeros = {name: jax.tree.map(jnp.zeros_like, getattr(operands, name)) for name in present if name not in computed}
     gradients = {name: d[_gradient_of(name)].astype(getattr(operands, name).dtype) for name in computed}
     (dfloats,) = transpose(replace(operands, **gradients, **zeros))
     if "initial_state" in dfloats:
@@ -280,7 +282,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     static = replace(static, steps=steps.table.shape[1])
     operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool))
     out = kernels.forward(operands, static, ("o", "pool_out"))
-    return launcher.scaled(_user_output(out["o"], x.v), scale), out["pool_out"]
+    return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
 
 
 def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.StateMap:

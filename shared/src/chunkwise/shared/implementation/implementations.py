@@ -10,6 +10,7 @@ from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import platforms
+from chunkwise.shared.kernels import interleaved
 from chunkwise.shared.plain import chunks, segments
 from chunkwise.shared.plain.state_map import StateMap, augment_with_identity, map_by_running
 
@@ -48,6 +49,7 @@ class Implementation(NamedTuple):
         and erase keys and values of every value head, see `arguments.with_final_gates`.
       best_here: returns whether it is the best one on this machine, for calls that it takes; None where the order of
         implementations says so.
+      interleaves: whether `run` takes tokens of several kinds, each `Interleaved`; the others get one array of them.
       knows_segments: whether it takes segment ids; the others get tokens that neither keep nor read anything of the
         state where a segment begins.
     """
@@ -63,6 +65,7 @@ class Implementation(NamedTuple):
     limit: Callable[[Arguments, Options], str | None] = lambda x, options: None
     raw_gates: bool = False
     knows_segments: bool = False
+    interleaves: bool = False
     best_here: Callable[[], bool] | None = None
 
     def unread(self, options: Options) -> list[str]:
@@ -187,6 +190,7 @@ def prepare(implementation: Implementation, x: Arguments, options: Options) -> t
 def run(implementation: Implementation, x: Arguments, options: Options, precomputed: Any = None):
     """Run an implementation on the arguments of a user: the output and the final states, None unless asked for."""
     dtype = x.v.dtype
+    x = x if implementation.interleaves else interleaved.whole(x)
     x, options = prepare(implementation, x, options)
     if x.segment_ids is None or implementation.knows_segments:
         o, states = implementation.run(x, options, precomputed)

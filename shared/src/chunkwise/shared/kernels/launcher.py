@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
 from chunkwise.shared import compat, tuning
-from chunkwise.shared.kernels import derivatives, matmul
+from chunkwise.shared.kernels import derivatives, interleaved, joins, matmul
 
 
 def _without_float16(x):
@@ -193,12 +193,14 @@ def launch(
     scratch: Mapping[str, Any] = MappingProxyType({}),
     requested: Collection[str] | None = None,
     in_place: Mapping[str, str] = MappingProxyType({}),
+    like: Mapping[str, Any] = MappingProxyType({}),
     dimension_semantics: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary"),
     in_bounds: bool = False,
 ) -> dict[str, jax.Array]:
     """Run a kernel whose Refs are the fields of a NamedTuple, and return its outputs by name.
 
     A field is None where the launch has no such Ref. An output with the name of an input is the field `<name>_out`.
+    Of an `Interleaved`, the Ref has all tokens.
 
     Args:
       body: called with the Refs.
@@ -212,29 +214,61 @@ def launch(
       scratch: by name, a buffer: the shape of a float32 buffer, or an object that `pallas_call` takes.
       requested: the outputs to compute; None for all.
       in_place: from the name of an input to the output that takes its memory.
+      like: by name of an output, the array whose tokens it has, where only some tokens have results.
     """
     tables = {key: x for key, x in tables.items() if x is not None}
-    present = {key: (x, spec) for key, (x, spec) in inputs.items() if x is not None}
-    requested = [key for key in outputs if requested is None or key in requested]
-    fields = *tables, *present, *(f"{key}_out" if key in inputs else key for key in requested), *scratch
+    present, joined = joins.cut({key: y for key, y in inputs.items() if y[0] is not None})
+    written, parted = joins.cut(_written(outputs, requested, like))
+    fields = *tables, *present, *(f"{key}_out" if key in inputs else key for key in written), *scratch, *joined, *parted
     missing = dict.fromkeys(getattr(refs, "_fields", ()))
     read, operands = [*tables, *present], (*tables.values(), *(x for x, _ in present.values()))
+
+    def run(*values) -> None:
+        named: dict[str, Any] = missing | dict(zip(fields, values, strict=True))
+        loads = [joins.take(named, key, inputs[key][0]) for key in inputs if key in joined]
+        stores = [joins.take(named, key, like[key]) for key in outputs if key in parted]
+        for load in loads:
+            joins.join(*load)
+        body(refs(**named))
+        for store in stores:
+            joins.separate(*store)
+
     results = pallas_call(
-        lambda *values: body(refs(**missing | dict(zip(fields, values, strict=True)))),
+        run,
         *operands,
         name=name,
         grid=grid,
         dimension_semantics=dimension_semantics,
         in_specs=[spec for _, spec in present.values()],
-        out_specs=[outputs[key][0] for key in requested],
-        out_shape=[compat.out_struct(*outputs[key][1:], *operands) for key in requested],
-        scratch_shapes=[pltpu.VMEM(x, jnp.float32) if isinstance(x, tuple) else x for x in scratch.values()],
+        out_specs=[spec for _, spec in written.values()],
+        out_shape=[compat.out_struct(x.shape, x.dtype, *operands) for x, _ in written.values()],
+        scratch_shapes=[
+            pltpu.VMEM(x, jnp.float32) if isinstance(x, tuple) else x
+            for x in (*scratch.values(), *joined.values(), *parted.values())
+        ],
         num_scalar_prefetch=len(tables),
-        input_output_aliases={read.index(x): requested.index(y) for x, y in in_place.items()},
+        input_output_aliases={read.index(x): [*written].index(y) for x, y in in_place.items()},
         cost_estimate=cost_estimate,
         in_bounds=in_bounds,
     )
-    return dict(zip(requested, results, strict=True))
+    named: dict[str, Any] = dict(zip(written, results, strict=True))
+    for key in parted:
+        if key in outputs:
+            named[key] = interleaved.Interleaved(*joins.take_parts(named, key, len(like[key].parts)))
+    return named
+
+
+def _written(outputs: Mapping[str, tuple], requested: Collection[str] | None, like: Mapping[str, Any]) -> dict:
+    """Return the types of the requested outputs of `launch` by name, each with its spec."""
+    written = {}
+    for key, (spec, shape, dtype) in outputs.items():
+        if requested is None or key in requested:
+            x = jax.ShapeDtypeStruct(tuple(shape), dtype)
+            model = like.get(key)
+            if isinstance(model, interleaved.Interleaved):
+                x = model.like(x.update(shape=(shape[0], shape[1] // len(model.parts), *shape[2:])))
+            written[key] = x, spec
+    return written
 
 
 def head_block(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunk_steps, chunking, matmul, packed, segment_tables, tiles
+from chunkwise.shared.kernels import chunk_steps, chunking, interleaved, matmul, packed, segment_tables, tiles
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these functions for the
 # backward.
@@ -24,6 +24,8 @@ from chunkwise.shared.kernels import chunk_steps, chunking, matmul, packed, segm
 
 def to_lanes(x: jax.Array, T: int) -> jax.Array:
     """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], padded with zeros."""
+    if isinstance(x, interleaved.Interleaved):
+        return x.map(lambda y: to_lanes(y, T // len(x.parts)))
     x = chunking.pad_tokens(x, T)
     D = x.shape[3]
     if packed.pad_lanes(D) != D:

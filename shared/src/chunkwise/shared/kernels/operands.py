@@ -49,6 +49,10 @@ class Operands:
     do: jax.Array = ABSENT
     dht: jax.Array | None = None
 
+    def gradients(self) -> dict[str, Any]:
+        """Return the operands by the names of their gradients, which have the same tokens."""
+        return {f"d{name}": x for name, x in vars(self).items()}
+
 
 jax.tree_util.register_dataclass(Operands)
 

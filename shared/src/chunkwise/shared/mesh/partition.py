@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks
+from chunkwise.shared.kernels import interleaved
 
 # Axes of a mesh that split a dimension, the first one outermost.
 Axes = tuple[str, ...]
@@ -158,6 +159,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
 
 def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
     """Return the mesh and the PartitionSpec of the leading argument, (None, None) if there is no mesh."""
+    x = interleaved.first(x)
     placed = jax.typeof(x).sharding
     explicit = [name for name in placed.mesh.axis_names if compat.axis_type(placed.mesh, name) == AxisType.Explicit]
     context = jax.sharding.get_abstract_mesh()
@@ -189,7 +191,7 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
 
 def _axes_of_type(x) -> list[Axes]:
     """Return the explicit axes that the type of an array says its dimensions are split over."""
-    return axes_of_spec(jax.typeof(x).sharding.spec, x.ndim)
+    return axes_of_spec(jax.typeof(interleaved.first(x)).sharding.spec, x.ndim)
 
 
 def shared_prefix(mesh, axes: Axes, size: int) -> Axes:
@@ -207,7 +209,7 @@ def _check_fits(name: str, x, division: Division) -> None:
         checks.check(
             not have or have == want,
             f"`{name}` must be split as {_spec(wanted)}, which `{leading}` asks for, or not be split; got "
-            f"{jax.typeof(x).sharding.spec}.",
+            f"{jax.typeof(interleaved.first(x)).sharding.spec}.",
         )
 
 
@@ -262,7 +264,7 @@ def over_mesh(
     arrays = dict(zip(arrays, compat.vary_alike(*arrays.values()), strict=True))
     mesh, names, outer = division.mesh, division.names, compat.varying_axes(*arrays.values())
     specs = {name: _spec(division.of(name, x.ndim)) for name, x in arrays.items()}
-    arrays = {name: _place(x, specs[name], mesh) for name, x in arrays.items()}
+    arrays = {name: jax.tree.map(lambda y: _place(y, specs[name], mesh), x) for name, x in arrays.items()}
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     others = {name: x for name, x in arrays.items() if name not in floats}
     sums = {name: division.summed_over(name, x.ndim) for name, x in floats.items()}
@@ -298,7 +300,7 @@ def over_mesh(
         def body(pull, cotangents):
             pull, (do, *dstates) = jax.tree.map(_unmarked, (pull, cotangents))
             (d,) = jax.tree.map(lambda y: y[0], pull)((do, *(y * share for y in dstates)))
-            return {name: summed(y, sums[name]) for name, y in d.items()}
+            return {name: jax.tree.map(lambda y: summed(y, sums[name]), x) for name, x in d.items()}
 
         def summed(y, axes):
             # Sums are in float32, whatever the type is.

@@ -1,0 +1,114 @@
+"""Tokens of several kinds in turn, in one array for each kind, which a kernel puts together in fast memory alone.
+
+An operator that runs another one gives it n tokens for each of its own. In HBM they would be copies of all its tensors,
+with zeros between them. In bfloat16 two rows share the rows of a register, and XLA takes long to put them together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_pytree_node_class
+class Interleaved:
+    """The tokens [B, T n, ...] of n arrays [B, T, ...] in turn; None is an array of zeros."""
+
+    def __init__(self, *parts: Any):
+        """Take the n arrays, which have one shape and type; at least one of them is not None."""
+        self.parts = parts
+
+    def tree_flatten(self) -> tuple[tuple, None]:
+        """Return the parts, as JAX asks for."""
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts: Sequence) -> "Interleaved":
+        """Return the tokens of these parts, as JAX asks for."""
+        return cls(*parts)
+
+    def map(self, function: Callable[[Any], Any]) -> "Interleaved":
+        """Return the results of a function of one part."""
+        return Interleaved(*(None if y is None else function(y) for y in self.parts))
+
+    def like(self, y: Any) -> "Interleaved":
+        """Return tokens with y in the place of every part."""
+        return self.map(lambda _: y)
+
+    @property
+    def first(self) -> Any:
+        """The first part that is not None."""
+        return next(y for y in self.parts if y is not None)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of all tokens together."""
+        B, T, *rest = self.first.shape
+        return B, T * len(self.parts), *rest
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The entries of all arrays, which are what a kernel reads."""
+        return sum(y.size for y in self.parts if y is not None)
+
+    @property
+    def dtype(self) -> Any:
+        """The type of all parts."""
+        return self.first.dtype
+
+    @property
+    def perturbed(self) -> bool:
+        """Whether the gradient of a part is requested, in the forward of a custom_vjp with symbolic zeros."""
+        return any(getattr(y, "perturbed", False) for y in self.parts)
+
+    def astype(self, dtype: Any) -> "Interleaved":
+        """Return tokens of this type."""
+        return self.map(lambda y: y.astype(dtype))
+
+    def whole(self) -> jax.Array:
+        """Return all tokens in one array."""
+        n, zero, rest = len(self.parts), jnp.zeros((), self.dtype), [(0, 0, 0)] * (self.ndim - 2)
+        # A TPU takes a seventh of the time for padding between rows, and for a slice, that it takes for a stack.
+        among = lambda i, y: lax.pad(y, zero, [(0, 0, 0), (i, n - 1 - i, n - 1), *rest])
+        return sum(among(i, y) for i, y in enumerate(self.parts) if y is not None)
+
+
+def whole(tree: Any) -> Any:
+    """Return a tree with one array in the place of all `Interleaved`."""
+    return jax.tree.map(lambda y: y.whole() if _known(y) else y, tree, is_leaf=_known)
+
+
+def _known(y: Any) -> bool:
+    return isinstance(y, Interleaved)
+
+
+def at_queries(q: Any, o: Any) -> Any:
+    """Return outputs [B, T, ...] of the tokens with queries, from outputs of all tokens or of these alone."""
+    if not isinstance(q, Interleaved):
+        return o
+    n, at = len(q.parts), next(i for i, y in enumerate(q.parts) if y is not None)
+    return o if o.shape[1] == q.first.shape[1] else o[:, at::n]
+
+
+def first(y: Any) -> Any:
+    """Return the first part of an `Interleaved`, and an array as it is."""
+    return y.first if isinstance(y, Interleaved) else y
+
+
+def like(model: Any, y: Any) -> Any:
+    """Return y where the model has parts, or y itself if the model is an array."""
+    return model.like(y) if isinstance(model, Interleaved) else y
+
+
+def unless_fitting(x: Any, C: int) -> Any:
+    """Return a tree as it is if kernels with chunks of C tokens can put its tokens together, and `whole` otherwise."""
+    found = [y for y in jax.tree.leaves(x, is_leaf=_known) if _known(y)]
+    fits = all(y.dtype != jnp.float16 and C % (8 * len(y.parts)) == 0 for y in found)
+    return x if fits else whole(x)

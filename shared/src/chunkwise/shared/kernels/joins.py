@@ -1,0 +1,103 @@
+"""How a launch puts the tokens of an `Interleaved` together in fast memory, and takes those of its outputs apart.
+
+The parts of an operand or output x are the operands or outputs x.0, x.1, ... of the launch; a buffer has the tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from chunkwise.shared.kernels import interleaved, layout, matmul, packed
+
+
+def cut(named: Mapping[str, tuple[Any, pl.BlockSpec]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return arrays by name, each with its spec, with those of parts; and buffers by name.
+
+    The buffer of the same name is for the tokens, and `name.tiles` is for the registers of `join`, if it needs them.
+    """
+    flat, buffers = {}, {}
+    for name, (x, spec) in named.items():
+        if not isinstance(x, interleaved.Interleaved):
+            flat[name] = x, spec
+            continue
+        (*outer, C, lanes), n = spec.block_shape, len(x.parts)
+        part = pl.BlockSpec((*outer, C // n, lanes), spec.index_map)
+        flat |= {f"{name}.{i}": (y, part) for i, y in enumerate(x.parts) if y is not None}
+        buffers[name] = pltpu.VMEM((C, lanes), x.dtype)
+        narrow = x.dtype == jnp.bfloat16
+        if not narrow or n > 2:
+            tiles = lanes // packed.LANES, C // (1 + narrow), packed.LANES
+            buffers[f"{name}.tiles"] = pltpu.VMEM(tiles, jnp.uint32 if narrow else x.dtype)
+    return flat, buffers
+
+
+def take_parts(named: dict[str, Any], name: str, n: int) -> list[Any]:
+    """Remove the parts of n kinds of tokens from a dict, and return them; None where it has none."""
+    return [named.pop(f"{name}.{i}", None) for i in range(n)]
+
+
+def take(named: dict[str, Any], name: str, x: Any) -> tuple[Any, list[Any], Any]:
+    """Return the arguments of `join` and `separate` from the Refs of a launch, which keep the tokens of x alone."""
+    return named[name], take_parts(named, name, len(x.parts)), named.pop(f"{name}.tiles", None)
+
+
+def join(ref: Any, parts: Sequence[Any], tiles: Any) -> None:
+    """Store the rows of Refs [C / n, lanes] in turn in a Ref [C, lanes]; None is zeros.
+
+    A row of registers holds one float32 or two bfloat16. Stores with a stride put them in turn, in `tiles`, a Ref
+    [lanes / 128, words, 128], because they need rows of one register.
+    """
+    zeros = jnp.zeros((ref.shape[0] // len(parts), ref.shape[1]), ref.dtype)
+    rows = [zeros if y is None else y[...] for y in parts]
+    if matmul.is_interpreted():
+        layout.store_every(ref, rows)
+        return
+    words = [pair(*rows[i : i + 2]) for i in range(0, len(rows), 2)] if ref.dtype == jnp.bfloat16 else rows
+    if tiles is None:
+        ref.bitcast(jnp.uint32)[...] = words[0]
+        return
+    for i, lanes in _registers(ref):
+        layout.store_every(tiles.at[i], [y[:, lanes] for y in words])
+        ref[:, lanes] = pltpu.bitcast(tiles[i], ref.dtype)
+
+
+def separate(ref: Any, parts: Sequence[Any], tiles: Any) -> None:
+    """Store the rows of a Ref [C, lanes] in Refs [C / n, lanes] in turn, the inverse of `join`."""
+    if matmul.is_interpreted():
+        rows = layout.load_every(ref, len(parts))
+    elif tiles is None:
+        rows = halves(ref.bitcast(jnp.uint32)[...])
+    else:
+        for i, lanes in _registers(ref):
+            tiles[i] = pltpu.bitcast(ref[:, lanes], tiles.dtype)
+        n = len(parts) * tiles.shape[1] // ref.shape[0]
+        each = [layout.load_every(tiles.at[i], n) for i, _ in _registers(ref)]
+        words = [jnp.concatenate(y, axis=1) for y in zip(*each, strict=True)]
+        rows = [y for x in words for y in halves(x)] if ref.dtype == jnp.bfloat16 else words
+    for part, y in zip(parts, rows, strict=True):
+        if part is not None:
+            part[...] = y
+
+
+def _registers(ref: Any) -> Iterator[tuple[int, slice]]:
+    """Give the numbers of the registers of a row, and their lanes."""
+    for i in range(ref.shape[1] // packed.LANES):
+        yield i, slice(i * packed.LANES, (i + 1) * packed.LANES)
+
+
+def pair(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Return two bfloat16 arrays as one of uint32, which is how a register holds two rows."""
+    low, high = (lax.bitcast_convert_type(y.astype(jnp.float32), jnp.uint32) for y in (low, high))
+    return lax.shift_right_logical(low, jnp.uint32(16)) | high
+
+
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the two bfloat16 arrays of `pair`."""
+    parts = lax.shift_left(x, jnp.uint32(16)), x & jnp.uint32(0xFFFF0000)
+    low, high = (lax.bitcast_convert_type(y, jnp.float32).astype(jnp.bfloat16) for y in parts)
+    return low, high
