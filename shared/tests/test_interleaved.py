@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import interleaved, joins, launcher
-from chunkwise.shared.kernels.interleaved import Interleaved
+from chunkwise.shared.kernels.interleaved import InLanes, Interleaved
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
 CASES = [
@@ -21,34 +21,43 @@ CASES = [
     (jnp.float32, (True, False)),
     (jnp.float32, (True, True, False, True)),
 ]
+IN_LANES = [(jnp.bfloat16, 2), (jnp.float32, 2), (jnp.bfloat16, 4)]
 T, C, LANES = 48, 32, 256
 
 
 class Refs(NamedTuple):
-    """The Refs of a launch that copies tokens."""
+    """The Refs of a launch that copies tokens, as they are and as one array."""
 
     x: Any
     y: Any
+    all: Any
 
 
-def copy(x: Interleaved) -> dict[str, Any]:
+def copy(x: Any) -> dict[str, Any]:
     """Copy tokens [B, T, lanes] by a launch whose body sees all of them in turn."""
 
     def body(refs: Refs) -> None:
-        refs.y[...] = refs.x[...]
+        refs.y[...] = refs.all[...] = refs.x[...]
 
     spec = pl.BlockSpec((None, C, LANES), lambda b, h, i: (b, i, h))
     return launcher.launch(
         body, Refs, name="copy", grid=(x.shape[0], x.shape[2] // LANES, pl.cdiv(x.shape[1], C)),
-        inputs={"x": (x, spec)}, outputs={"y": (spec, x.shape, x.dtype)}, like={"y": x},
+        inputs={"x": (x, spec)}, outputs=dict.fromkeys(("y", "all"), (spec, x.shape, x.dtype)), like={"y": x},
         cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=0, transcendentals=0),
     )  # fmt: skip
 
 
-def make(dtype, present, numbers=True) -> Interleaved:
-    shape, rng = (2, T // len(present), 2 * LANES), np.random.default_rng(0)
-    one = lambda: jnp.asarray(rng.standard_normal(shape), dtype) if numbers else jax.ShapeDtypeStruct(shape, dtype)
-    return Interleaved(*(one() if has else None for has in present))
+def make(dtype, present, numbers=True) -> Any:
+    """Tokens of the kinds that are present, or for a number so many kinds in the lanes of one array."""
+    rng, n = np.random.default_rng(0), present if isinstance(present, int) else len(present)
+
+    def one(lanes):
+        shape = 2, T // n, lanes
+        return jnp.asarray(rng.standard_normal(shape), dtype) if numbers else jax.ShapeDtypeStruct(shape, dtype)
+
+    if isinstance(present, int):
+        return InLanes(one(2 * LANES * n), n)
+    return Interleaved(*(one(2 * LANES) if has else None for has in present))
 
 
 @pytest.mark.parametrize(("dtype", "present"), CASES)
@@ -61,18 +70,20 @@ def test_whole(dtype, present):
     np.testing.assert_array_equal(x.whole().astype(jnp.float32), want)
 
 
-@pytest.mark.parametrize(("dtype", "present"), CASES)
+@pytest.mark.parametrize(("dtype", "present"), [*CASES, *IN_LANES])
 def test_launch(dtype, present):
     x = make(dtype, present)
-    y = jax.jit(copy)(x)["y"]
-    assert jax.tree.structure(y) == jax.tree.structure(x)
-    jax.tree.map(np.testing.assert_array_equal, y, x)
+    found = jax.jit(copy)(x)
+    want = x.rows.reshape(x.shape) if isinstance(x, InLanes) else x.whole()
+    np.testing.assert_array_equal(found["all"], want)
+    assert jax.tree.structure(found["y"]) == jax.tree.structure(x)
+    jax.tree.map(np.testing.assert_array_equal, found["y"], x)
 
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("dtype", "present"), CASES)
+@pytest.mark.parametrize(("dtype", "present"), [*CASES, *IN_LANES])
 def test_launch_compiles(chip, dtype, present):
     compile_for(copy, make(dtype, present, numbers=False), chip=chip)
 
@@ -91,7 +102,8 @@ def test_outputs_at_queries():
     q, o = make(jnp.float32, (False, False, True)), jnp.arange(2 * T).reshape(2, T)
     np.testing.assert_array_equal(interleaved.at_queries(q, o), o[:, 2::3])
     few = o[:, : T // 3]
-    assert interleaved.at_queries(q, few) is few and interleaved.at_queries(o, o) is o
+    assert interleaved.at_queries(q, few) is few
+    assert interleaved.at_queries(o, o) is o
 
 
 def test_what_a_chunk_cannot_hold_becomes_one_array():

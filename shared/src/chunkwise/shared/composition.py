@@ -13,7 +13,6 @@ from chunkwise.shared.call import arguments, checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.kernels import chunking, interleaved
 from chunkwise.shared.kernels.interleaved import Interleaved
-from chunkwise.shared.operator import Operator
 from chunkwise.shared.plain import stream
 from chunkwise.shared.serving import run, state_pool, step_table
 
@@ -52,9 +51,9 @@ def place(y: jax.Array, n: int, at: int) -> Interleaved:
 
 
 def over_tokens(
-    operator: Operator, form: str, x: Arguments, options: Options, implementation: str | None, n: int
+    operator: Any, form: str, x: Arguments, options: Options, implementation: str | None, n: int
 ) -> tuple[jax.Array, Any]:
-    """Run a form of an operator and return its output at the tokens with queries, and its states or pool.
+    """Run a form of an `Operator` and return its output at the tokens with queries, and its states or pool.
 
     The tokens of x are those of the operator, n for each of the user; its boundaries, ids and slots, and the options,
     count the user's.

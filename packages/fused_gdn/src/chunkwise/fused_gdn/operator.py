@@ -8,7 +8,7 @@ from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, interleaved, launcher, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
@@ -56,7 +56,8 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     dtype, repeats = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype), static.H // x.q.shape[2]
     repeat = lambda y: jnp.repeat(y, repeats, axis=2)
     q, k = jax.tree.map(repeat, (x.q, x.k)) if repeats > 1 else (x.q, x.k)
-    q, k, v = (layout.to_lanes(y.astype(dtype), static.T) for y in (q, k, x.v))
+    kinds = interleaved.kinds(q)
+    q, k, v = (layout.to_lanes(y.astype(dtype), static.T, kinds) for y in (q, k, x.v))
     # No TPU loads float16.
     wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.float16 else y
     g, beta = (to_blocks(wide(y), heads, static.T) for y in (x.g, x.beta))

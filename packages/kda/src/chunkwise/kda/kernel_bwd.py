@@ -290,7 +290,12 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
         gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0)
     for name in ("dq", "dk", "de"):
         if name in gradients and share > 1:
-            split = lambda d: d.reshape(*d.shape[:2], static.H, share, K)
-            summed = lambda d: jnp.sum(split(d), axis=3).reshape(*d.shape[:2], -1).astype(x.q.dtype)
-            gradients[name] = jax.tree.map(summed, gradients[name])
+            gradients[name] = jax.tree.map(functools.partial(_sum_blocks, static, share), gradients[name])
+            gradients[name] = gradients[name].astype(x.q.dtype)
     return gradients
+
+
+def _sum_blocks(static: KdaStatic, share: int, d: jax.Array) -> jax.Array:
+    """Return the gradient of keys or queries as a sum over the `share` blocks of heads that each wrote a part of it."""
+    each = d.reshape(*d.shape[:2], static.H, share, static.K)
+    return jnp.sum(each, axis=3).reshape(*d.shape[:2], -1)

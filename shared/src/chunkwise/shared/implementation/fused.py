@@ -104,7 +104,8 @@ def implementation(
 
     return Implementation(
         "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled),
-        options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, knows_segments=True, interleaves=True,
+        options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, interleaves=True,
+        knows_segments=True,
     )  # fmt: skip
 
 

@@ -29,6 +29,10 @@ class Interleaved:
         """Return the tokens of these parts, as JAX asks for."""
         return cls(*parts)
 
+    def joined(self, parts: Sequence[Any]) -> "Interleaved":
+        """Return tokens of other parts."""
+        return Interleaved(*parts)
+
     def map(self, function: Callable[[Any], Any]) -> "Interleaved":
         """Return the results of a function of one part."""
         return Interleaved(*(None if y is None else function(y) for y in self.parts))
@@ -80,6 +84,59 @@ class Interleaved:
         return sum(among(i, y) for i, y in enumerate(self.parts) if y is not None)
 
 
+@jax.tree_util.register_pytree_node_class
+class InLanes:
+    """Flat tokens [B, T n, lanes] as the array [B, T, n lanes] that a projection makes, n of them in a row.
+
+    In HBM it would take a copy to give every token a row of its own.
+    """
+
+    def __init__(self, rows: Any, n: int):
+        """Take the array, and n."""
+        self.rows, self.n = rows, n
+
+    def tree_flatten(self) -> tuple[tuple, int]:
+        """Return the array and n, as JAX asks for."""
+        return (self.rows,), self.n
+
+    @classmethod
+    def tree_unflatten(cls, n: int, rows: Sequence) -> "InLanes":
+        """Return the tokens of an array, as JAX asks for."""
+        return cls(*rows, n)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The array of every kind of token: a launch takes other lanes of it for each."""
+        return (self.rows,) * self.n
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of all tokens."""
+        B, T, lanes = self.rows.shape
+        return B, T * self.n, lanes // self.n
+
+    @property
+    def dtype(self) -> Any:
+        """The type of all tokens."""
+        return self.rows.dtype
+
+    def astype(self, dtype: Any) -> "InLanes":
+        """Return tokens of this type."""
+        return InLanes(self.rows.astype(dtype), self.n)
+
+    def like(self, y: Any) -> Interleaved:
+        """Return tokens with y in the place of every part."""
+        return Interleaved(*(y,) * self.n)
+
+    def joined(self, parts: Sequence[Any]) -> "InLanes":
+        """Return tokens of the arrays [B, T, lanes] of every kind."""
+        return InLanes(jnp.concatenate(parts, axis=2), self.n)
+
+
+KINDS = Interleaved, InLanes
+"""The operands that a launch reads in parts."""
+
+
 def whole(tree: Any) -> Any:
     """Return a tree with one array in the place of all `Interleaved`."""
     return jax.tree.map(lambda y: y.whole() if _known(y) else y, tree, is_leaf=_known)
@@ -100,6 +157,11 @@ def at_queries(q: Any, o: Any) -> Any:
 def first(y: Any) -> Any:
     """Return the first part of an `Interleaved`, and an array as it is."""
     return y.first if isinstance(y, Interleaved) else y
+
+
+def kinds(y: Any) -> int:
+    """Return how many kinds of tokens there are: 1 for an array."""
+    return len(y.parts) if isinstance(y, Interleaved) else 1
 
 
 def like(model: Any, y: Any) -> Any:

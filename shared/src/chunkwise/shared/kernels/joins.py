@@ -22,18 +22,32 @@ def cut(named: Mapping[str, tuple[Any, pl.BlockSpec]]) -> tuple[dict[str, Any], 
     """
     flat, buffers = {}, {}
     for name, (x, spec) in named.items():
-        if not isinstance(x, interleaved.Interleaved):
+        if not isinstance(x, interleaved.KINDS):
             flat[name] = x, spec
             continue
         (*outer, C, lanes), n = spec.block_shape, len(x.parts)
-        part = pl.BlockSpec((*outer, C // n, lanes), spec.index_map)
-        flat |= {f"{name}.{i}": (y, part) for i, y in enumerate(x.parts) if y is not None}
+        # The blocks of lanes before those of the next kind, if one array has the tokens of all kinds.
+        blocks = x.shape[2] // lanes if isinstance(x, interleaved.InLanes) else 0
+        for i, y in enumerate(x.parts):
+            if y is not None:
+                flat[f"{name}.{i}"] = y, _part(spec, (*outer, C // n, lanes), i * blocks)
         buffers[name] = pltpu.VMEM((C, lanes), x.dtype)
         narrow = x.dtype == jnp.bfloat16
         if not narrow or n > 2:
             tiles = lanes // packed.LANES, C // (1 + narrow), packed.LANES
             buffers[f"{name}.tiles"] = pltpu.VMEM(tiles, jnp.uint32 if narrow else x.dtype)
     return flat, buffers
+
+
+def _part(spec: pl.BlockSpec, block: tuple, first: int) -> pl.BlockSpec:
+    """Return the spec of the tokens of one kind, whose lanes begin with the block `first`."""
+    index_map: Any = spec.index_map
+
+    def index(*ids):
+        *outer, lanes = index_map(*ids)
+        return *outer, lanes + first
+
+    return pl.BlockSpec(block, index)
 
 
 def take_parts(named: dict[str, Any], name: str, n: int) -> list[Any]:

@@ -254,7 +254,7 @@ def launch(
     named: dict[str, Any] = dict(zip(written, results, strict=True))
     for key in parted:
         if key in outputs:
-            named[key] = interleaved.Interleaved(*joins.take_parts(named, key, len(like[key].parts)))
+            named[key] = like[key].joined(joins.take_parts(named, key, len(like[key].parts)))
     return named
 
 
@@ -265,7 +265,7 @@ def _written(outputs: Mapping[str, tuple], requested: Collection[str] | None, li
         if requested is None or key in requested:
             x = jax.ShapeDtypeStruct(tuple(shape), dtype)
             model = like.get(key)
-            if isinstance(model, interleaved.Interleaved):
+            if isinstance(model, interleaved.KINDS):
                 x = model.like(x.update(shape=(shape[0], shape[1] // len(model.parts), *shape[2:])))
             written[key] = x, spec
     return written

@@ -9,7 +9,7 @@ across it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,16 @@ from chunkwise.shared.kernels import chunk_steps, chunking, interleaved, matmul,
 # backward.
 
 
-def to_lanes(x: jax.Array, T: int) -> jax.Array:
-    """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], padded with zeros."""
+def to_lanes(x: Any, T: int, n: int = 1) -> Any:
+    """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], padded with zeros.
+
+    Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes`.
+    """
     if isinstance(x, interleaved.Interleaved):
         return x.map(lambda y: to_lanes(y, T // len(x.parts)))
+    if n > 1:
+        rows = x.reshape(x.shape[0], x.shape[1] // n, n * x.shape[2], x.shape[3])
+        return interleaved.InLanes(to_lanes(rows, T // n), n)
     x = chunking.pad_tokens(x, T)
     D = x.shape[3]
     if packed.pad_lanes(D) != D:

@@ -215,6 +215,8 @@ def _check_fits(name: str, x, division: Division) -> None:
 
 def _place(x, spec: PartitionSpec, mesh):
     """Return an argument with this sharding along explicit axes; devices drop parts, and nothing is communicated."""
+    if isinstance(x, interleaved.Interleaved):
+        return x.map(lambda y: _place(y, spec, mesh))
     explicit = [name for name in mesh.axis_names if compat.axis_type(mesh, name) == AxisType.Explicit]
     if not explicit:
         return x
@@ -264,7 +266,7 @@ def over_mesh(
     arrays = dict(zip(arrays, compat.vary_alike(*arrays.values()), strict=True))
     mesh, names, outer = division.mesh, division.names, compat.varying_axes(*arrays.values())
     specs = {name: _spec(division.of(name, x.ndim)) for name, x in arrays.items()}
-    arrays = {name: jax.tree.map(lambda y: _place(y, specs[name], mesh), x) for name, x in arrays.items()}
+    arrays = {name: _place(x, specs[name], mesh) for name, x in arrays.items()}
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     others = {name: x for name, x in arrays.items() if name not in floats}
     sums = {name: division.summed_over(name, x.ndim) for name, x in floats.items()}
@@ -300,11 +302,11 @@ def over_mesh(
         def body(pull, cotangents):
             pull, (do, *dstates) = jax.tree.map(_unmarked, (pull, cotangents))
             (d,) = jax.tree.map(lambda y: y[0], pull)((do, *(y * share for y in dstates)))
-            return {name: jax.tree.map(lambda y: summed(y, sums[name]), x) for name, x in d.items()}
+            return {name: summed(x, sums[name]) for name, x in d.items()}
 
-        def summed(y, axes):
+        def summed(x, axes):
             # Sums are in float32, whatever the type is.
-            return lax.psum(y.astype(jnp.float32), axes).astype(y.dtype) if axes else y
+            return jax.tree.map(lambda y: lax.psum(y.astype(jnp.float32), axes).astype(y.dtype) if axes else y, x)
 
         d = over_devices(body, (PartitionSpec(names), out_specs), of(floats))(pull, cotangents)
         return compat.vary_over(outer, d), None
