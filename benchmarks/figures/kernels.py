@@ -162,12 +162,14 @@ def cost_composition() -> str:
         "gdn-32": "gated delta rule", "delta-product-2": "Gated DeltaProduct, n = 2", "kimi-linear-48b": "KDA",
         "dplr": "DPLR", "kda-64x64": "KDA, 64 heads of 64", "rwkv7": "RWKV-7, 64 heads of 64",
     }  # fmt: skip
-    lines = [{"fused": only(rows, case=case, implementation="fused")} for case in names]
+    lines = [{"fused": only(rows, case=case, implementation="fused", way=way)} for way in PASSES for case in names]
     columns = {
         "operator": of("fused", lambda row: names[row["case"]]),
         "T": of("fused", count("T")),
+        "pass": of("fused", "pass"),
         "bundles of kernels": of("fused", count("bundles")),
         "cycles around them": of("fused", count("around_cycles")),
+        "estimate, ms": of("fused", lambda row: f"{row['estimate_ms']:.2f}"),
         "temporaries, MiB": of("fused", lambda row: mebibytes(row["temporaries_mib"])),
     }
     return table(lines, columns)

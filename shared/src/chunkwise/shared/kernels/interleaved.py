@@ -29,10 +29,6 @@ class Interleaved:
         """Return the tokens of these parts, as JAX asks for."""
         return cls(*parts)
 
-    def joined(self, parts: Sequence[Any]) -> "Interleaved":
-        """Return tokens of other parts."""
-        return Interleaved(*parts)
-
     def map(self, function: Callable[[Any], Any]) -> "Interleaved":
         """Return the results of a function of one part."""
         return Interleaved(*(None if y is None else function(y) for y in self.parts))
@@ -104,6 +100,10 @@ class InLanes:
         """Return the tokens of an array, as JAX asks for."""
         return cls(*rows, n)
 
+    def of(self, y: jax.Array) -> "InLanes":
+        """Return flat tokens [B, T n, lanes] in the lanes."""
+        return InLanes(y.reshape(self.rows.shape), self.n)
+
     @property
     def parts(self) -> tuple[Any, ...]:
         """The array of every kind of token: a launch takes other lanes of it for each."""
@@ -123,14 +123,6 @@ class InLanes:
     def astype(self, dtype: Any) -> "InLanes":
         """Return tokens of this type."""
         return InLanes(self.rows.astype(dtype), self.n)
-
-    def like(self, y: Any) -> Interleaved:
-        """Return tokens with y in the place of every part."""
-        return Interleaved(*(y,) * self.n)
-
-    def joined(self, parts: Sequence[Any]) -> "InLanes":
-        """Return tokens of the arrays [B, T, lanes] of every kind."""
-        return InLanes(jnp.concatenate(parts, axis=2), self.n)
 
 
 KINDS = Interleaved, InLanes

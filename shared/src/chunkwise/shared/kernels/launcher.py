@@ -254,8 +254,8 @@ def launch(
     named: dict[str, Any] = dict(zip(written, results, strict=True))
     for key in parted:
         if key in outputs:
-            named[key] = like[key].joined(joins.take_parts(named, key, len(like[key].parts)))
-    return named
+            named[key] = interleaved.Interleaved(*joins.take_parts(named, key, len(like[key].parts)))
+    return named | {key: like[key].of(named[key]) for key in written if isinstance(like.get(key), interleaved.InLanes)}
 
 
 def _written(outputs: Mapping[str, tuple], requested: Collection[str] | None, like: Mapping[str, Any]) -> dict:
@@ -265,7 +265,7 @@ def _written(outputs: Mapping[str, tuple], requested: Collection[str] | None, li
         if requested is None or key in requested:
             x = jax.ShapeDtypeStruct(tuple(shape), dtype)
             model = like.get(key)
-            if isinstance(model, interleaved.KINDS):
+            if isinstance(model, interleaved.Interleaved):
                 x = model.like(x.update(shape=(shape[0], shape[1] // len(model.parts), *shape[2:])))
             written[key] = x, spec
     return written
