@@ -65,7 +65,7 @@ def over_tokens(
         # A boundary past the end, which a compiled program cannot refuse, must not overflow.
         x = x._replace(cu_seqlens=jnp.clip(x.cu_seqlens, 0, checks.MOST_COUNTED // n) * jnp.int32(n))
     if x.segment_ids is not None:
-        x = x._replace(segment_ids=interleave(*(x.segment_ids,) * n))
+        x = x._replace(segment_ids=Interleaved(*(x.segment_ids,) * n).whole())
     if options.block_size is not None:
         options = options._replace(block_size=options.block_size * n)
     if x.slots is not None and x.slots.num_decodes is not None:

@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, loads, tile
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunk_loop, inverse, layout, nonfinite, packed, schedule
+from chunkwise.shared.kernels import chunk_loop, interleaved, inverse, layout, nonfinite, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together. Products of such a stage hide the latency of other stages.
@@ -274,7 +274,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         inputs={
             # If q is not read, one block of it stays an operand, so that vmap over q alone gives all results the same
             # batch axis.
-            "q" if with_output else "unread": (x.q, key if with_output else cur.unread()),
+            "q" if with_output else "unread": (x.q, key) if with_output else (interleaved.first(x.q), cur.unread()),
             "k": (x.k, key),
             "v": (x.v, value),
             "g": (x.g, gate),

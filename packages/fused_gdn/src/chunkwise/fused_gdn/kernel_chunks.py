@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
-from chunkwise.shared.kernels import chunk_loop, inverse, layout, matmul, packed, schedule
+from chunkwise.shared.kernels import chunk_loop, interleaved, inverse, layout, matmul, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads of all chunks together that are prepared, inverted and finished at a time, and of a chunk that pass the state.
@@ -257,9 +257,11 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         inputs={
             # Without q and v, a block of them stays an operand, so that vmap over one of them alone gives all results
             # the same batch axis.
-            "q" if with_output else "unread_q": (x.q, key if with_output else first.unread()),
+            "q" if with_output else "unread_q": (x.q, key) if with_output else (interleaved.first(x.q), first.unread()),
             "k": (x.k, key),
-            "v" if with_output else "unread_v": (x.v, value if with_output else first.unread()),
+            "v" if with_output else "unread_v": (x.v, value)
+            if with_output
+            else (interleaved.first(x.v), first.unread()),
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "initial_state": (x.initial_state, state),

@@ -147,8 +147,8 @@ def at_queries(q: Any, o: Any) -> Any:
 
 
 def first(y: Any) -> Any:
-    """Return the first part of an `Interleaved`, and an array as it is."""
-    return y.first if isinstance(y, Interleaved) else y
+    """Return an array that has the tokens of the first kind, or an array as it is."""
+    return next(part for part in y.parts if part is not None) if isinstance(y, KINDS) else y
 
 
 def kinds(y: Any) -> int:
