@@ -50,6 +50,12 @@ def place(y: jax.Array, n: int, at: int) -> Interleaved:
     return Interleaved(*(y if i == at else None for i in range(n)))
 
 
+def interleave(*tokens: jax.Array) -> jax.Array:
+    """Return n arrays [B, T, ...] as [B, T n, ...], in turn; XLA puts them side by side where lanes are read so."""
+    B, T, *rest = tokens[0].shape
+    return jnp.stack(tokens, axis=2).reshape(B, T * len(tokens), *rest)
+
+
 def over_tokens(
     operator: Any, form: str, x: Arguments, options: Options, implementation: str | None, n: int
 ) -> tuple[jax.Array, Any]:
@@ -65,7 +71,7 @@ def over_tokens(
         # A boundary past the end, which a compiled program cannot refuse, must not overflow.
         x = x._replace(cu_seqlens=jnp.clip(x.cu_seqlens, 0, checks.MOST_COUNTED // n) * jnp.int32(n))
     if x.segment_ids is not None:
-        x = x._replace(segment_ids=Interleaved(*(x.segment_ids,) * n).whole())
+        x = x._replace(segment_ids=interleave(*(x.segment_ids,) * n))
     if options.block_size is not None:
         options = options._replace(block_size=options.block_size * n)
     if x.slots is not None and x.slots.num_decodes is not None:
