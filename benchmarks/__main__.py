@@ -225,8 +225,8 @@ def step_jobs(options: argparse.Namespace, implementations: list[str]) -> Iterat
 
 
 def show(rows: list[dict], console: Console) -> None:
-    """Print rows as a table, without the figures of single launches, which only a file has room for."""
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "launches"]
+    """Print rows as a table, without tables in them, which only a file has room for."""
+    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, dict)))
     text = [key for key in columns if key in TEXT]
     table = make_table(console, text, [key for key in columns if key not in TEXT])
     for row in rows:

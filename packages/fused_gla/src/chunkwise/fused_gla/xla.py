@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkwise.fused_gla import tile
 from chunkwise.shared.call import arguments
@@ -75,24 +76,24 @@ def gate_sums(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     n = C // b
     inside = g.reshape(N, n, b)
     up_to, after, near = _sums(inside, up_to=True)
-    before, behind, middle = _sums(jnp.sum(inside, axis=2), up_to=False)
+    before, behind, middle = _sums(up_to[..., -1], up_to=False)
     # Indices are the block and the token of i, and then those of j.
     far = up_to[..., None, None] + middle[:, :, None, :, None] + after[:, None, None]
     same = (tiles.row_index(n) == tiles.column_index(n))[:, :, None, :, None]
     between = jnp.where(same, near[:, :, :, None], far)
-    total = jnp.sum(g, axis=1, keepdims=True)[..., None]
-    columns = (y.reshape(N, C, 1) for y in (before[..., None] + up_to, after + behind[..., None]))
-    return between.reshape(N, C, C), *columns, total
+    from_start, to_end = (y.reshape(N, C, 1) for y in (before[..., None] + up_to, after + behind[..., None]))
+    return between.reshape(N, C, C), from_start, to_end, from_start[:, -1:]
 
 
 def _sums(g: jax.Array, up_to: bool) -> list[jax.Array]:
     """Return sums of g [..., m] before i, after i, and [..., m, m] between j and i; with `up_to` before and at i."""
     m = g.shape[-1]
-    t = jnp.arange(m, dtype=jnp.int32)
+    # A constant, because a GPU would make it anew in a launch of its own.
+    t = np.arange(m)
     i, j = t[:, None, None], t[:, None]
-    end = i + jnp.int32(up_to)
-    spans = jnp.concatenate([t < end, t > i, ((t > j) & (t < end)).reshape(m * m, 1, m)])[:, 0]
-    made = matmul.dot_nt(g.reshape(1, -1, m), spans.astype(jnp.float32)[None]).reshape(*g.shape[:-1], -1)
+    end = i + up_to
+    spans = np.concatenate([t < end, t > i, ((t > j) & (t < end)).reshape(m * m, 1, m)])[:, 0]
+    made = matmul.dot_nt(g.reshape(1, -1, m), jnp.asarray(spans[None], jnp.float32)).reshape(*g.shape[:-1], -1)
     before, after, between = jnp.split(made, [m, 2 * m], axis=-1)
     return [before, after, between.reshape(*g.shape, m)]
 
