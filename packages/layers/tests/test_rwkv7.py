@@ -71,6 +71,18 @@ def test_values_of_the_first_layer():
     assert not np.asarray(first)[0, ENDS[-1] :].any()
 
 
+def test_a_serving_step():
+    """A later layer takes the values of a step."""
+    x, w, v_first = make(LATER)
+    step = layers.Step(ENDS, np.arange(3, dtype=np.int32), np.zeros(3, bool))
+    run = functools.partial(layers.ragged_rwkv7_attention, config=LATER, step=step, implementation="xla")
+    y, pool, first = jax.jit(run)(x, w, pool=layers.empty_cache(LATER, 3), v_first=v_first)
+    want, cache = rwkv7_oracle(LATER, x, w, None, dict(cu_seqlens=ENDS), v_first)
+    assert_close("y", y, want, TOLERANCE["float32"])
+    assert_close("state", pool.state[::2], cache.state[::2], TOLERANCE["float32"])
+    np.testing.assert_array_equal(first, np.where((np.arange(T) < ENDS[-1])[None, :, None, None], v_first, 0))
+
+
 def released(config) -> dict:
     """Return the arrays of a layer with the names and shapes of a released file."""
     _, w, _ = make(config)
