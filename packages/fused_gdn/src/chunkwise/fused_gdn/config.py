@@ -18,8 +18,8 @@ class Config:
         another. If a step does not hold whole groups of value heads that share a key head, q and k are repeated in
         memory.
       heads_bwd: the same for the backward, which holds more tiles at once.
-      chunks: the most chunks of a grid step of the forward over whole rows. Few heads leave units idle, and chunks fill
-        them.
+      chunks: the most chunks of a grid step over rows that are one sequence. Few heads leave units idle, and chunks
+        fill them.
     """
 
     heads: int

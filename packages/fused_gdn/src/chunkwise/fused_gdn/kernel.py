@@ -152,15 +152,15 @@ def _grid_step(
     if refs.q_prev is not None:
         refs.q_prev[...] = q
     for part, values in staged:
-        for ref, x in values:
-            ref[part.packs_at] = x
+        for name, x in values.items():
+            getattr(refs, name)[part.packs_at] = x
 
 
-def prepare(refs: Any, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> list[tuple]:
-    """Return the arrays of some heads of cur that the next grid step needs, each with its Ref in scratch memory."""
+def prepare(refs: Any, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> dict[str, jax.Array]:
+    """Return the arrays of some heads of cur that the next grid step needs, by the names of Refs in scratch memory."""
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)
-    staged = [(refs.start, start), (refs.end, end * g.beta)]  # [n, C, p C]
+    staged = {"start": start, "end": end * g.beta}  # [n, C, p C]
     with_keys, with_queries = refs.A_inv is None, refs.o is not None
     if not with_keys and not with_queries:
         return staged
@@ -169,10 +169,10 @@ def prepare(refs: Any, q, k, gates: tile.Gates, part: tile.Heads, masks, static:
     weight = D * g.beta_rows
     if with_keys:
         A = products[0] * weight
-        staged += [(refs.A, A), (refs.blocks, inverse.begin_inverse(A))]
+        staged |= {"A": A, "blocks": inverse.begin_inverse(A)}
     if with_queries:
         scores = packed.split_bf16(products[-1] * (weight * static.scale), k.dtype)
-        staged.append((refs.scores, packed.concat_lanes(scores)))
+        staged["scores"] = packed.concat_lanes(scores)
     return staged
 
 

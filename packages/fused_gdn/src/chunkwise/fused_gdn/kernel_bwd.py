@@ -6,6 +6,7 @@ states, were not finite.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import cost, loads, tile, tile_bwd
-from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, schedule, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
 class GdnBwdRefs(NamedTuple):
-    """The Refs of the backward, all of one chunk.
+    """The Refs of the backward, all of one chunk, or of the chunks of a grid step.
 
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
@@ -75,24 +76,29 @@ def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
         )
     else:
         v_new_over_beta = layout.load_heads(refs.v_new_over_beta, s.V, valid=valid)  # [heads, C, V]
-        *gradients, dS = tile_bwd.chunk_gradients(
-            q, k, gate, boundary, refs.A_inv[...], refs.h[...], v_new_over_beta, do, refs.dstate[...], static.scale, s
-        )
+        *gradients, dS = schedule.result(
+            tile_bwd.chunk_gradients(
+                q, k, gate, boundary, refs.A_inv[...], refs.h[...], v_new_over_beta, do, refs.dstate[...],
+                static.scale, s,
+            )
+        )  # fmt: skip
         refs.dstate[...] = dS
         if of_rounding is not None:
             gradients[-1] = gradients[-1] * of_rounding
-        _store(refs, gradients, valid, masks, static, s)
+        store(refs, gradients, valid, masks, static, s)
 
 
-def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads) -> None:
-    """Store the gradients of tokens that `chunk_gradients` returns."""
+def store(
+    refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads, at: slice = slice(None)
+) -> None:
+    """Store the gradients of tokens that `tile_bwd.token_gradients` returns, in the rows `at` of the blocks."""
     dq, dk, dv, later, earlier, crossing, dbeta = gradients
     if static.normalise:
-        dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid), dq)
-        dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid), dk)
+        dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid, at=at), dq)
+        dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid, at=at), dk)
     stored = valid if static.varlen else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
-        layout.store_heads(ref, x, stored)
+        layout.store_heads(ref, x, stored, at=at)
     # The gradient of a gate is the sum of the terms that its row and later rows give to all gates up to theirs, of the
     # terms that earlier rows give to all gates after theirs, and of the terms of pairs of rows around it.
     i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
@@ -101,17 +107,20 @@ def _store(refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: ti
     dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0] + crossing  # [C, heads]
     # Padding counts as a part of the sequence before it, so its gates get a gradient from the state that passes
     # through.
-    layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored)
-    layout.store_rows(refs.dbeta, slice(None), dbeta, stored)
+    layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored, at)
+    layout.store_rows(refs.dbeta, slice(None), dbeta, stored, at)
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+def launch(
+    x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Callable = _bwd_kernel
+) -> dict[str, jax.Array]:
     """Run the reverse kernel.
 
     Args:
       x: operands; v and the initial states are not read. Without h and v_new_over_beta, dh0 must be the only output.
       static: the static description.
       outputs: dq, dk, dv, dg and dbeta with or without dh0; or dh0 alone.
+      body: the body of the kernel, called with the Refs, the static description and the heads of a grid step.
 
     Returns:
       A dict of these outputs: dq, dk and dv, laid out and typed as q, k and v; dg and dbeta, float32, laid out as g;
@@ -123,7 +132,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
     state = cut.state(s.heads, s.K, s.V)
     estimate = cost.cost if of_tokens else cost.states_cost
     return launcher.launch(
-        functools.partial(_bwd_kernel, static=static, s=s),
+        functools.partial(body, static=static, s=s),
         GdnBwdRefs,
         name=f"chunk_gated_delta_rule_{'bwd' if of_tokens else 'bwd_state'}_c{s.C}",
         grid=(static.B, HV // s.heads, static.steps),
@@ -134,8 +143,8 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "owner": (x.owner, cut.owner(s.p * s.C)),
-            "A_inv": (x.A_inv, cut.per_step(s.heads // s.p, s.C, s.p * s.C)),
-            "h": (x.h, cut.per_step(s.heads, s.K, s.V)),
+            "A_inv": (x.A_inv, cut.per_chunk(s.heads // s.p, s.C, s.p * s.C)),
+            "h": (x.h, cut.per_chunk(s.heads, s.K, s.V)),
             "v_new_over_beta": (x.v_new_over_beta, value),
             "do": (x.do, value),
             "dht": (x.dht, state),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_chunks, kernel_map, xla
+from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, xla
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
@@ -72,8 +72,14 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
 
 def launch_forward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the forward, by several chunks a grid step where there are few heads."""
-    plan = kernel_chunks.plan if kernel_chunks.takes(x, static, outputs) else kernel.plan
+    plan = kernel_chunks.plan if kernel_chunks.takes(x, static) else kernel.plan
     return launcher.launch(**plan(x, static, outputs))
+
+
+def launch_backward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Run the backward, by several chunks a grid step where there are few heads."""
+    run = kernel_bwd_chunks if kernel_bwd_chunks.takes(x, static) else kernel_bwd
+    return run.launch(x, static, outputs)
 
 
 KERNELS = fused.Kernels(
@@ -81,7 +87,7 @@ KERNELS = fused.Kernels(
     static_for,
     lay_out,
     launch_forward,
-    kernel_bwd.launch,
+    launch_backward,
     kernel_map.launch,
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),

@@ -289,3 +289,13 @@ def write_state(k, x, s: Heads):
     x = packed.split_bf16(x, k.dtype)
     right = packed.concat_rows([packed.side_lanes(part, s.group) for part in x])
     return packed.split_lanes(matmul.dot_tn(packed.concat_rows([k] * len(x)), right), s.group)
+
+
+def write_packed(k, x, s: Heads):
+    """Return K^T x of every head, packed [n, K, p C] float32, for packed x [n, C, p C] at 16 bits."""
+    keys, parts = key_packs(k, s), packed.split_bf16(x, k.dtype)
+    if len(keys) > 1:  # the columns of a head take the keys of this head alone
+        owner = packed.block_of(packed.lane_index(s.p * s.C), s.p * s.C // len(keys))
+        parts = [jnp.where(owner == i, x, jnp.zeros_like(x)) for x in parts for i in range(len(keys))]
+    keys = packed.concat_rows(keys * (len(parts) // len(keys)))
+    return matmul.dot_tn(keys, packed.concat_rows(parts))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
-from chunkwise.shared.kernels import layout, matmul, packed, tiles
+from chunkwise.shared.kernels import layout, matmul, packed, schedule, tiles
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
@@ -43,8 +43,10 @@ def row_sums(x: jax.Array, s: tile.Heads) -> jax.Array:
     return matmul.dot_nt(tile.indicator(i == j), jnp.concatenate(per_head)[None])[0]
 
 
-def crossing_sums(pairs: jax.Array, s: tile.Heads, dtype) -> jax.Array:
-    """Return the sums of packed pairs (i, j) over i >= t > j, whose decay has the gate t, as [C, heads].
+def crossing_pairs(pairs: jax.Array, s: tile.Heads, dtype) -> jax.Array:
+    """Return the sums of packed pairs (i, j) over i >= t for columns j < t, packed; t is the row.
+
+    Summed over its columns, a row is the sum over all pairs i >= t > j, whose decay has the gate t.
 
     As a sum over all pairs with i >= t, less a sum over all pairs with j >= t, the pairs after a gate would cancel but
     for rounding, which may be far more than the gradient of the gate.
@@ -53,7 +55,7 @@ def crossing_sums(pairs: jax.Array, s: tile.Heads, dtype) -> jax.Array:
     from_t = tile.indicator(tiles.row_index(s.C) <= tiles.column_index(s.C)).astype(jnp.bfloat16)  # [1, C, C]
     from_t = jnp.concatenate([packed.concat_lanes([from_t] * len(parts))] * pairs.shape[0])  # [n, C, parts C]
     sums = matmul.dot(from_t, packed.concat_rows(parts))  # [n, C, p C]
-    return lane_sums(jnp.where(strictly(s), sums, 0.0), s.C, dtype)
+    return jnp.where(strictly(s), sums, 0.0)
 
 
 def fold(row: jax.Array, width: int) -> jax.Array:
@@ -100,6 +102,8 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
 def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
     """Return gradients of the values of a chunk, [heads, C, V] each, for which neither state nor values are needed.
 
+    It is a generator that yields where a product waits for others.
+
     Args:
       k: [key heads, C, K].
       QK, D: scores and decays, packed [n, C, p C].
@@ -116,6 +120,7 @@ def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
     """
     written = end * tile.read_state(k, None, dS.astype(k.dtype), s)[0]
     dv_new = packed.apply_transposed(QK * (D * scale), do, k.dtype, s.p) + written
+    yield
     return written, dv_new, packed.apply_transposed(A_inv, beta * dv_new, k.dtype, s.p)
 
 
@@ -131,12 +136,12 @@ def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):
     pairs, *decays = boundary
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
     QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
-    *_, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
+    *_, dR = schedule.result(back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s))
     return back_to_state(q, k, do, dR, dS, scale, start, s)
 
 
 def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, scale, s: tile.Heads):
-    """Return the gradients of one chunk.
+    """Return the gradients of one chunk; a generator that yields where products wait for others.
 
     Args:
       q, k: [key heads, C, K].
@@ -150,44 +155,65 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
       s: the heads.
 
     Returns:
+      The results of `token_gradients`, and the gradient of the state before the chunk.
+    """
+    pairs, *decays = boundary
+    # Factors of rows, repeated in all lanes, for tiles [heads, C, V].
+    start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
+    scores = tile.scores([k, q], k, gate, pairs, s)  # KK, QK and D, [n, C, p C]
+    # The gradients of the new values, through the outputs of the chunk and through the state after it.
+    of_values = yield from back_to_values(k, *scores[1:], A_inv, do, dS, scale, end, beta, s)
+    gradients = yield from token_gradients(q, k, gate, decays, scores, S, v_new_over_beta, do, dS, of_values, scale, s)
+    return *gradients, back_to_state(q, k, do, of_values[-1], dS, scale, start, s)
+
+
+def token_gradients(q, k, gate, decays, scores, S, v_new_over_beta, do, dS, of_values, scale, s: tile.Heads):
+    """Return the gradients of the tokens of one chunk; a generator that yields where products wait for others.
+
+    Args:
+      decays: packed columns [n, C, p C] from the start of the chunk, and to its end.
+      scores: K K^T, Q K^T and the decays between rows, packed [n, C, p C].
+      of_values: the result of `back_to_values`.
+
+    The other arguments are as in `chunk_gradients`.
+
+    Returns:
       dq, dk [key heads, C, K] and dv [heads, C, V]; as [C, heads] the terms of a row, through the states, in the
       gradients of its gate and all earlier gates, its terms in the gradients of all later gates, the gradients of gates
-      through pairs of rows, and dbeta; and the gradient of the state before the chunk.
+      through pairs of rows, and dbeta.
     """
     dtype, C = k.dtype, s.C
+    (KK, QK, D), (written, dv_new, dR) = scores, of_values
     q_heads, k_heads = (jnp.stack([x[i // s.group] for i in range(s.heads)]) for x in (q, k))  # [heads, C, K]
-    # Factors of rows, repeated in all lanes, for tiles [heads, C, K] and for tiles [heads, C, V].
-    interact, *decays = boundary
+    # Factors of rows, repeated in all lanes, for tiles [heads, C, K].
     start_k, end_k, beta_k = (tile.head_columns(x, s, s.K) for x in (*decays, gate.beta))
-    start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
-    KK, QK, D = tile.scores([k, q], k, gate, interact, s)  # [n, C, p C]
-    # The gradients of the new values, through the outputs of the chunk and through the state after it.
-    written, dv_new, dR = back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
+    beta = tile.head_columns(gate.beta, s, s.V)
 
-    # From these, the gradients of the scores, and through the scores the gradients of queries and keys.
+    # From the gradients of the values, the gradients of the scores. Queries and keys also multiply the state before the
+    # chunk, and keys make the state after it.
     outers = packed.outer(
         packed.concat_rows([dR, do.astype(jnp.float32)]), v_new_over_beta, dtype, s.p
     )  # [n, 2 C, p C]
+    through_state = multiply_nt(packed.concat_rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
+    into_state = multiply_nt(v_new_over_beta, dS, dtype)  # [heads, C, K]
+    yield
+
     dA = jnp.where(strictly(s), -outers[:, :C], 0.0) * D  # [n, C, p C]
     A1, A2 = dA * gate.beta_rows, outers[:, C:] * (D * gate.beta_rows * scale)  # [n, C, p C]
+    # Through the scores, the gradients of queries and keys.
     dq, dk = key_gradients(A1, A2, q, k, s)  # [key heads, C, K]
-
-    # Queries and keys also multiply the state before the chunk, and keys make the state after it.
-    through_state = multiply_nt(packed.concat_rows([do.astype(jnp.float32), dR]), S, dtype)  # [heads, 2 C, K]
     dq_start, dk_start = (scale * start_k) * through_state[:, :C], -start_k * through_state[:, C:]  # [heads, C, K]
-    dk_end = (end_k * beta_k) * multiply_nt(v_new_over_beta, dS, dtype)  # [heads, C, K]
-
+    dk_end = (end_k * beta_k) * into_state
+    crossing = crossing_pairs(jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0), s, dtype)
     # One sum is for the gate of a row and all earlier gates, the other for all later gates. The product of a row with
     # itself has no gate and is in neither sum. If it were added and subtracted again, its rounding would swamp the
     # gradients of strong gates.
     passes = fold(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True), s.K)  # [heads, 1, K]
     is_last = lax.broadcasted_iota(jnp.int32, (1, C, 1), 1) == C - 1
     entered = q_heads.astype(jnp.float32) * dq_start + k_heads.astype(jnp.float32) * dk_start  # [heads, C, K]
-    entered = entered + jnp.where(is_last, start_k[:, -1:] * passes, 0.0)
-    pairs = jnp.where(strictly(s), A1 * KK + A2 * QK, 0.0)  # [n, C, p C]
-    later, crossing = lane_sums(entered, s.K, dtype), crossing_sums(pairs, s, dtype)
+    later = lane_sums(entered + jnp.where(is_last, start_k[:, -1:] * passes, 0.0), s.K, dtype)
     earlier = lane_sums(beta * written * v_new_over_beta, s.V, dtype)
     dbeta = lane_sums(dv_new * v_new_over_beta, s.V, dtype) + row_sums(dA * KK, s)
-    dS = back_to_state(q, k, do, dR, dS, scale, start, s)
     dq, dk = dq + layout.sum_value_heads(dq_start, s.group), dk + layout.sum_value_heads(dk_start + dk_end, s.group)
-    return dq, dk, dR, later, earlier, crossing, dbeta, dS
+    yield
+    return dq, dk, dR, later, earlier, lane_sums(crossing, C, dtype), dbeta

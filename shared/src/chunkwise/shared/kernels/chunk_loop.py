@@ -66,6 +66,10 @@ class StageChunk(NamedTuple):
         """Rows of the sequence that is open where the chunk ends, bool [1, C, 1]; None if all rows belong to it."""
         return None if self.masks is None else self.masks.ending
 
+    def rows(self, C: int) -> slice:
+        """Return which rows of a block of tokens are the chunk's."""
+        return slice(self.index * C, (self.index + 1) * C)
+
     def isolate(self, find: Callable[[], jax.Array], *states: tuple, stages: int = 1) -> "StageChunk":
         """Return the chunk without the rows of sequences that are not finite, so that no product reads them.
 
@@ -88,6 +92,12 @@ def stage_chunk(step: chunk_steps.ChunkStep, rows: Rows, C: int, owner_ref: Any,
     """Return the chunk of a stage in the variant for these rows; owner_ref holds the owners of tokens [n, 1, lanes]."""
     masks = layout.sequence_masks(owner_ref[index], C, step.before, step.final) if rows is Rows.MIXED else None
     return StageChunk(step, masks, step.rows(C) if rows is Rows.SOME else None, index=index)
+
+
+def chunks_of(step: chunk_steps.ChunkStep, static: FusedStatic) -> list[StageChunk]:
+    """Return the chunks of a step of a row that is one sequence; the last ones of the last step may have no tokens."""
+    rows = Rows.SOME if static.readable % (static.chunks * static.C) else Rows.ALL
+    return [stage_chunk(step.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
 
 
 def step_of(grid_step, stage: int, stages: int, steps: int):

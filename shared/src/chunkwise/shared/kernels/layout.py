@@ -233,9 +233,13 @@ class Blocks:
         return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
 
     def per_chunk(self, *tail: int) -> pl.BlockSpec:
-        """Cut an array with one entry for every chunk, [B, NT, all, ...]; `tail` is (how many a block has, ...)."""
+        """Cut an array with one entry for every chunk, or piece, [B, NT, all, ...]; `tail` is as in `per_step`.
+
+        A block of several chunks has an axis for them.
+        """
+        chunks = None if self.chunks == 1 else self.chunks
         return pl.BlockSpec(
-            (None, self.chunks, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
+            (None, chunks, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
         )
 
     def per_step(self, *tail: int) -> pl.BlockSpec:

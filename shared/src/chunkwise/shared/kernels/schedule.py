@@ -5,7 +5,10 @@ wait, too. So a chain of such products is cut into stages, of a few heads each, 
 of other stages stand between two products of one stage.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
@@ -35,3 +38,12 @@ def interleave(order: str, **each: Iterator) -> None:
     """
     for name in order:
         next(each[name], None)
+
+
+def result(stage: Generator[None, None, T]) -> T:
+    """Run a stage to its end, and return its result."""
+    while True:
+        try:
+            next(stage)
+        except StopIteration as end:
+            return end.value
