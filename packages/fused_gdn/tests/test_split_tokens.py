@@ -24,6 +24,8 @@ CASES = {
     "wide": ("bfloat16", (2, 21, 2, 4, 136, 72), {}),
     # 32 heads a step, in the order of products that was searched for.
     "measured": ("bfloat16", (1, 130, 16, 32, 8, 8), {}),
+    # Several chunks a grid step, of which the last one has one; the inverses of the map are read.
+    "nine chunks": ("bfloat16", (1, 530, 1, 2, 8, 12), {}),
     "documents": ("float32", (1, 24, 1, 2, 8, 12), PACKED),
     "documents-bfloat16": ("bfloat16", (1, 24, 1, 2, 8, 12), PACKED),
     "segments": ("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), SEGMENTS),

@@ -56,6 +56,17 @@ def test_forward_and_backward(chip, C, packed, K):
     assert_float32_accuracy(text, jnp.bfloat16)
 
 
+def test_gradient_under_x64():
+    """Under x64 a Python number is a float64, of which a kernel makes a float32 only where that is the same number."""
+
+    def gradients(*x):
+        o, pull = jax.vjp(lambda *x: chunk_gated_delta_rule(*x, implementation="fused", config=Config(2, 2))[0], *x)
+        return pull(o)
+
+    with jax.enable_x64(True):
+        assert len(tpu.launches(tpu.compile_for(gradients, *specs(100, 1, 2, 128, 128)).as_text())) == 3
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 def test_sixteen_long_sequences(chip):
     """16 x 16,384 tokens in one pack, forward and backward: memory is what the backward needs of the forward."""

@@ -97,7 +97,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
         stages["p"] = schedule.software_pipeline(
             _pass_chunks(refs, chunk_loop.chunks_of(prev, static), part, s, static) for part in s.split(PASSED)
         )
-        order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "mp" + "mpfp" * (n - 1)
+        order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "m" + "mf" * n
     if inverts:
         groups = every.split(INVERTED)
         stages["x"] = inverting = _together([_invert(refs, group, k.dtype, inverses) for group in groups])

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from chunkwise.shared.kernels import layout, matmul, packed, tiles
 
 # 2 to the power of this is zero, and sums with it do not overflow.
-NEVER = -1e30
+NEVER = np.float32(-1e30)
 
 
 def split_gate(g: jax.Array) -> tuple[jax.Array, jax.Array]:
