@@ -202,9 +202,7 @@ def _pass_chunks(
     """Write the outputs of some heads, and take their states through the chunks, one by one."""
     for chunk in chunks:
         rows, here = chunk.rows(s.C), part.in_chunk(chunk.index, s)
-        S = refs.state[part.values_at]  # [heads, K, V]
-        if chunk.index == 0:  # no other chunk of a grid step is the first one of a row
-            S = chunk_loop.or_initial(S, refs, chunk, part.values_at)
+        S = chunk_loop.or_initial(refs.state[part.values_at], refs, chunk, part.values_at)  # [heads, K, V]
         if refs.h is not None:
             refs.h[chunk.index, part.values_at] = S.astype(refs.h.dtype)
         start = tile.head_columns(refs.start_prev[here.packs_at], part, part.V)  # [heads, C, V]

@@ -242,6 +242,8 @@ def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
 
 def or_initial(S: jax.Array, refs: Any, chunk: StageChunk, heads: slice) -> jax.Array:
     """Return the initial state of some heads where the chunk is the first one of its row, and S elsewhere."""
+    if chunk.index:  # no other chunk of a grid step is the first one of a row
+        return S
     start = empty_state(S.shape) if refs.initial_state is None else refs.initial_state[heads]
     return jnp.where(chunk.step.first == 1, start, S)
 
