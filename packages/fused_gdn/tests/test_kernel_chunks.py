@@ -1,5 +1,6 @@
 """Several chunks a grid step, interpreted, against the float64 recurrence."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

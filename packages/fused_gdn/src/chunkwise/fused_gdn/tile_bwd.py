@@ -160,9 +160,9 @@ def chunk_gradients(q, k, gate, boundary, A_inv, S, v_new_over_beta, do, dS, sca
     pairs, *decays = boundary
     # Factors of rows, repeated in all lanes, for tiles [heads, C, V].
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))
-    scores = tile.scores([k, q], k, gate, pairs, s)  # KK, QK and D, [n, C, p C]
+    scores = _, QK, D = tile.scores([k, q], k, gate, pairs, s)  # [n, C, p C] each
     # The gradients of the new values, through the outputs of the chunk and through the state after it.
-    of_values = yield from back_to_values(k, *scores[1:], A_inv, do, dS, scale, end, beta, s)
+    of_values = yield from back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s)
     gradients = yield from token_gradients(q, k, gate, decays, scores, S, v_new_over_beta, do, dS, of_values, scale, s)
     return *gradients, back_to_state(q, k, do, of_values[-1], dS, scale, start, s)
 
