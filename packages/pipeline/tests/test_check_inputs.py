@@ -214,7 +214,19 @@ def test_erase_gates_and_keys():
 
 PRODUCT = make_product_inputs(B, T, H, HV, K, K) | dict(num_householder=2)
 DPLR = make_dplr_inputs(B, T, H, HV, K, K)
+_OF_GLA = make_inputs(B, T, H, HV, K, K)
+MLSTM = {name: _OF_GLA[name] for name in ("q", "k", "v")} | dict(
+    i=_OF_GLA["g"].at[:, ::2].set(-jnp.inf), f=10 * _OF_GLA["g"].at[:, 1].set(jnp.inf)
+)
 WRONG_COMPOSED = {
+    "`i` must be a number below inf; got inf at [0, 3, 1].": MLSTM | dict(i=MLSTM["i"].at[0, 3, 1].set(jnp.inf)),
+    "`f` must be a number; got nan at [1, 2, 0].": MLSTM | dict(f=MLSTM["f"].at[1, 2, 0].set(jnp.nan)),
+    "`v` must be finite; got inf at [0, 1, 1, 2].": MLSTM | dict(v=MLSTM["v"].at[0, 1, 1, 2].set(jnp.inf)),
+    "`initial_state.m` must be a number below inf; got inf at [1, 0].": MLSTM
+    | dict(
+        initial_state=(jnp.ones((B, HV, K, K)), jnp.ones((B, HV, K)), jnp.full((B, HV), -jnp.inf).at[1, 0].set(jnp.inf))
+    ),
+    "`f` must have shape [B, T, HV] = (2, 6, 2); got (2, 6, 1).": MLSTM | dict(f=MLSTM["f"][:, :, :1]),
     "`k` must be finite; got nan at [1, 11, 0, 3].": PRODUCT | dict(k=PRODUCT["k"].at[1, 11, 0, 3].set(jnp.nan)),
     "`beta` must be from 0 to 1, or to 2 with `allow_neg_eigval`; got 1.5 at [0, 7, 1].": PRODUCT
     | dict(beta=PRODUCT["beta"].at[0, 7, 1].set(1.5)),
@@ -234,7 +246,7 @@ def test_operators_by_composition(message):
         check_inputs(**WRONG_COMPOSED[message])
 
 
-@pytest.mark.parametrize("x", [PRODUCT, DPLR], ids=["product", "dplr"])
+@pytest.mark.parametrize("x", [PRODUCT, DPLR, MLSTM], ids=["product", "dplr", "mlstm"])
 def test_padding_of_operators_by_composition_may_hold_anything(x):
     arrays = {name: y[:1] for name, y in x.items() if hasattr(y, "shape")}
     more = {name: y for name, y in x.items() if name not in arrays}

@@ -45,7 +45,7 @@ Results = tuple[jax.Array, MlstmState | None]
 
 def chunk(named: dict[str, Any]) -> Results:
     """Run `chunk_mlstm` with these arguments by name."""
-    x, options = _checked(named)
+    x, options = check(named)
     # Without a delta rule, whose inverse grows with it, the largest size that any implementation prefers is the best.
     if options.chunk_size is None:
         options = options._replace(
@@ -59,13 +59,13 @@ def chunk(named: dict[str, Any]) -> Results:
 
 def recurrent(named: dict[str, Any]) -> Results:
     """Run `recurrent_mlstm` with these arguments by name."""
-    x, options = _checked(named)
+    x, options = check(named)
     by = lambda implementation: lambda x, options: OPERATOR.recurrent(x, options, implementation)
     # The normaliser has too few numbers for a kernel.
     return _run(by("xla"), by(named["implementation"]), x._replace(slots=Slots()), options, named, 1)
 
 
-def _checked(named: dict[str, Any]) -> tuple[Arguments, Options]:
+def check(named: dict[str, Any]) -> tuple[Arguments, Options]:
     """Return the checked arguments without the state and the gates, and the options."""
     x, options, _ = signature.to_records(named | dict(initial_state=None))
     x = x.with_int32()

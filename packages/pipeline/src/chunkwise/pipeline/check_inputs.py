@@ -12,6 +12,7 @@ from chunkwise.dplr import operator as dplr
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
+from chunkwise.mlstm import operator as mlstm
 from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, faults, gates, signature
 from chunkwise.shared.call.arguments import Arguments
@@ -41,8 +42,10 @@ def check_inputs(
     w: jax.Array | None = None,
     a: jax.Array | None = None,
     gk: jax.Array | None = None,
+    i: jax.Array | None = None,
+    f: jax.Array | None = None,
     num_householder: int | None = None,
-    initial_state: jax.Array | None = None,
+    initial_state: Any = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool | str = False,
     A_log: jax.Array | None = None,
@@ -60,10 +63,10 @@ def check_inputs(
     """Check the values of a training batch, beyond its shapes and types.
 
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
-    w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, and g
-    [B, T, HV, K] gates per channel. This function finds:
+    w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, i and
+    f mLSTM, and g [B, T, HV, K] gates per channel. This function finds:
 
-    - numbers that are not finite, except gates of -inf,
+    - numbers that are not finite, except gates of -inf, and raw forget gates of mLSTM of inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
     - gates that fall from token to token in every sequence, as their cumulative sums do,
     - gates below `min_gate`, as logs to base 2 are if the gates of the model have a bound; without a bound the values
@@ -80,7 +83,7 @@ def check_inputs(
         error.throw()
 
     Args:
-      q, k, v, g, beta, g_gamma, p, b, w, a, gk, num_householder, initial_state: as in the operator.
+      q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
       use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as in the
         operator.
       use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
@@ -100,12 +103,20 @@ def check_inputs(
     if gk is not None:
         # The record has the keys a and b apart, as p and w, and the name of the gates differs.
         named |= dict(g=gk, p=a, w=b, b=None)
-    x, options, _ = signature.to_records(named)
-    x = _check_types(x, options, gk is not None, num_householder)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    faults.check_values(
-        x.arrays().values(), lambda: _find_faults(x, options, allow_neg_eigval, allow_padding, gk is not None)
-    )
+    more = {}
+    if i is not None or f is not None:
+        x, options = mlstm.check(named | dict(eps=0.0))
+        more = dict(i=i, f=f) | ({} if initial_state is None else mlstm.MlstmState(*initial_state)._asdict())
+    else:
+        x, options, _ = signature.to_records(named)
+        x = _check_types(x, options, gk is not None, num_householder)
+
+    def find() -> Iterator[faults.Fault]:
+        yield from _find_faults(x, options, allow_neg_eigval, allow_padding, gk is not None)
+        yield from _of_mlstm(more, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1]))
+
+    faults.check_values((*x.arrays().values(), *more.values()), find)
 
 
 def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps: int | None) -> Arguments:
@@ -181,6 +192,18 @@ def _find_faults(
         yield _growth(x, x.p, beta, options, valid, inside)
     elif not options.use_qk_l2norm_in_kernel:
         yield _lengths(x.k, beta, inside)
+
+
+def _of_mlstm(named: dict[str, Any], valid: Any) -> Iterator[faults.Fault]:
+    """Yield the faults of the raw gates and states of mLSTM by name; padding may hold any gates."""
+    for name, y in named.items():
+        # Tokens may write nothing, and forget everything or nothing; a state may have no token yet.
+        known = dict(i=y == -jnp.inf, m=y == -jnp.inf, f=jnp.isinf(y)).get(name, False)
+        wrong = ~(jnp.isfinite(y) | known)
+        wrong = chunking.select_tokens(valid, wrong, False) if name in ("i", "f") else wrong
+        rule = dict(i="a number below inf", f="a number", m="a number below inf").get(name, "finite")
+        label = name if name in ("i", "f") else f"initial_state.{name}"
+        yield faults.fault(wrong, y, f"`{label}` must be {rule}")
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[faults.Fault]:
