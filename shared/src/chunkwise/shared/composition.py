@@ -45,8 +45,8 @@ def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     return x._replace(g=g, A_log=None, dt_bias=None), options._replace(activation=activation)
 
 
-def place(y: jax.Array, n: int, at: int) -> Interleaved:
-    """Return [B, T, ...] as [B, T n, ...]: every token at this place of n tokens, and zeros at the other places."""
+def place(y: jax.Array, n: int, at: int) -> Any:
+    """Return the `Interleaved` [B, T n, ...] of [B, T, ...] at this place of every n tokens, and zeros at the others."""
     return Interleaved(*(y if i == at else None for i in range(n)))
 
 

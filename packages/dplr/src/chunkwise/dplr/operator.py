@@ -33,10 +33,11 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     check_bound(options)
     x, options = composition.check_counts(x.with_int32(), options, form)
     dtype = b.dtype if b.dtype == k.dtype else jnp.float32
+    written: Any = Interleaved(b.astype(dtype), k.astype(dtype))
     signs = jnp.asarray([-1.0, 1.0], jnp.float32)
     x = x._replace(
         q=composition.place(q, 2, 1),
-        k=Interleaved(b.astype(dtype), k.astype(dtype)),
+        k=written,
         v=composition.place(v, 2, 1),
         p=composition.place(a, 2, 0),
         g=composition.place(gk, 2, 0),

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.shared.kernels import interleaved, layout, matmul, packed
 
 
-def cut(named: Mapping[str, tuple[Any, pl.BlockSpec]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return arrays by name, each with its spec, with those of parts; and buffers by name.
 
     The buffer of the same name is for the tokens, and `name.tiles` is for the registers of `join`, if it needs them.
