@@ -46,7 +46,7 @@ def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
 
 
 def place(y: jax.Array, n: int, at: int) -> Any:
-    """Return the `Interleaved` [B, T n, ...] of [B, T, ...] at this place of every n tokens, and zeros at the others."""
+    """Return [B, T n, ...] with the tokens y [B, T, ...] at this place of every n tokens, and zeros at the others."""
     return Interleaved(*(y if i == at else None for i in range(n)))
 
 
