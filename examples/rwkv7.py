@@ -98,7 +98,7 @@ def channel_mix(x, w: Mix, last, segment_ids=None):
 
     A convolution that reads only the older one of two tokens knows where a segment begins.
     """
-    older = jnp.broadcast_to(jnp.array([1.0, 0.0]), (x.shape[2], 2))
+    older = jnp.broadcast_to(jnp.array([1.0, 0.0], jnp.float32), (x.shape[2], 2))
     before, last = causal_conv1d(x, older, initial_state=last, output_final_state=True, segment_ids=segment_ids)
     y = x + (before - x) * w.mix.astype(x.dtype)
     return jnp.square(jax.nn.relu(y @ w.key)) @ w.value, last

@@ -242,7 +242,7 @@ def test_gradients(gradients):
 
 @layers
 def test_strict_modes(name):
-    """No layer promotes a rank or a type, forward and backward, also with weights and hidden states of bfloat16."""
+    """No layer promotes a rank or a type, forward and backward, of bfloat16 neither, nor where JAX has 64 bits."""
     (x, w), cache, layer = make(name, B=1), make_cache(name, 4), LAYERS[name]
 
     def loss(x, w, cache):
@@ -255,3 +255,6 @@ def test_strict_modes(name):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert jax.eval_shape(gradient, x, w, cache)[0].dtype == jnp.float32
         assert jax.eval_shape(gradient, half, half_w._replace(**kept), cache)[0].dtype == jnp.bfloat16
+        with jax.enable_x64(True):
+            found = jax.eval_shape(gradient, x, w, cache)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}

@@ -256,7 +256,7 @@ def shift(run: Run, x) -> tuple[jax.Array, Any]:
 
     Before a sequence they are zeros. It is a convolution that reads only the older one of two tokens.
     """
-    older = jnp.broadcast_to(jnp.array([1.0, 0.0]), (x.shape[2], 2))
+    older = jnp.broadcast_to(jnp.array([1.0, 0.0], jnp.float32), (x.shape[2], 2))
     return run.convolve(0, x, older, None, 1, None)
 
 

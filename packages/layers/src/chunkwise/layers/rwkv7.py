@@ -75,19 +75,20 @@ def _init(new: parameters.Initial, c: _Config) -> Rwkv7AttentionWeights:
     change them from layer to layer, and begin with zeros in the place of `out`.
     """
     HK, HVV = c.H * c.K, c.HV * c.V
-    wide = jnp.arange(HK) / max(HK - 1, 1)
-    zigzag = (jnp.arange(HK) % c.K) / max(c.K - 1, 1) * 2 - 1
+    rising = lambda n: jnp.arange(n, dtype=jnp.float32) / max(n - 1, 1)
+    wide, zigzag = rising(HK), jnp.tile(2 * rising(c.K) - 1, c.H)
     zigzag = zigzag * abs(zigzag)
-    exponents = jnp.array([0.2, 0.9, 0.7, 0.7, 0.9, 0.2]) / 2
+    exponents = jnp.array([0.2, 0.9, 0.7, 0.7, 0.9, 0.2], jnp.float32) / 2
+    channels = jnp.arange(c.D, dtype=jnp.float32) / c.D
     narrow = lambda x: x.astype(new.dtype)
     factors = lambda R, columns: (jnp.zeros((c.D, R), new.dtype), narrow(0.1 * new.matrix(R, columns)))
     later = c.R_first is not None
     return Rwkv7AttentionWeights(
-        mix=narrow(1 - (jnp.arange(c.D) / c.D) ** exponents[:, None]), r=new.matrix(c.D, HK),
+        mix=narrow(1 - channels[None] ** exponents[:, None]), r=new.matrix(c.D, HK),
         k=narrow(0.1 * new.matrix(c.D, HK)), v=new.matrix(c.D, HVV), decay=factors(c.R_decay, HK),
         decay_bias=narrow(6 * wide ** (1 + 0.5**0.3) - 5.5 + 2.5 * zigzag), rate=factors(c.R_rate, HK),
         rate_bias=narrow(0.3 * zigzag + 0.4 * wide - 0.39), first=factors(c.R_first, HVV) if later else (),
-        first_bias=narrow(0.93 - 0.4 * jnp.arange(HVV) / max(HVV - 1, 1)) if later else (),
+        first_bias=narrow(0.93 - 0.4 * rising(HVV)) if later else (),
         gate=factors(c.R_gate, HVV), k_k=narrow(0.76 - 0.1 * wide), k_a=jnp.full(HK, 1.02, new.dtype),
         r_k=jnp.full((c.H, c.K), -0.04, new.dtype), norm=jnp.full(HVV, 0.5**0.7, new.dtype),
         norm_bias=jnp.zeros(HVV, new.dtype), out=new.matrix(HVV, c.D),
