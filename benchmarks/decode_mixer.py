@@ -105,7 +105,7 @@ def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
         text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder, profile=False), known=True)
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
-    return kernel_bundles(loop, *step.mixer_runs(loop, mixture)), loop.turns - 2
+    return kernel_bundles(loop, *step.decode_runs(loop, mixture)), loop.turns - 2
 
 
 def count_around(case: Mixer, mixture: Mixture, chip: str, rows: bool = True) -> int:

@@ -33,7 +33,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunk_steps import Piece, pool_steps
 from chunkwise.shared.kernels.chunking import num_chunks
-from chunkwise.shared.kernels.pools import Routes, resident_slots
+from chunkwise.shared.kernels.pools import Routes
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.serving import step_table
 from chunkwise.shared.testing.oracle import reference
@@ -116,16 +116,7 @@ def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int)
     return [{k: row[k] for k in kept} | tokens | {"tokens_s": mixture.T / row["median_ms"] * 1e3} for row in rows]
 
 
-def decode_runs(routes: Routes) -> tuple[int, list[int]]:
-    """Return the steps of the decode kernel, and how many of them run each region, in the order of its text."""
-    N, W = routes.target.shape
-    source, target = resident_slots(routes.source, routes.target.reshape(-1))
-    tokens = int(jnp.sum(routes.end - routes.start))
-    states_in = [] if W == 1 else [N]
-    return N * W, [1, int(source[0] == target[0]), *states_in, tokens, int(jnp.sum(routes.target >= 0))]
-
-
-def mixer_runs(loop: Loop, mixture: Mixture) -> tuple[int, list[float]]:
+def decode_runs(loop: Loop, mixture: Mixture) -> tuple[int, list[float]]:
     """Return the steps of the kernel of decodes of one token and how many run each of its regions.
 
     The first step begins the table of sequences. Copies of the next and of the earlier steps are counted in every step.
@@ -290,12 +281,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
         for launch in _wanted(mixture, text):
             chunk = re.search(r"_c(\d+)", launch)
             loop = read_loop(kernel_text(folder, launch))
-            if chunk:
-                runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1]))
-            else:
-                # One step takes all tokens of a decode, other than in the kernel of a sequence a step.
-                mixed = mixture.replay or (mixture.over_array and loop.turns - 2 <= mixture.N)
-                runs = mixer_runs(loop, mixture) if mixed else decode_runs(found.decodes)
+            runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(loop, mixture)
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 

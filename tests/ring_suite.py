@@ -32,7 +32,7 @@ def _decode(static, x: Arguments, pool, routes: Routes, accepted):
     """Run a step by the kernel, whose sequences start where the one before ends."""
     N = routes.source.shape[0]
     slots = Slots(routes.target[:, 0], num_accepted_tokens=accepted, num_decodes=N, read_indices=routes.source)
-    assert choose.kernel_of("fused", x, pool, slots, static, strict=True) == "decode"
+    assert choose.by_kernel("fused", x, pool, slots, static, strict=True)
     ends = jnp.concatenate([routes.start[:1], routes.end])
     o, _, pool = launch.launch(records.of_rule(static, x), (), pool, ends, slots)
     return o.reshape(x.v.shape), pool

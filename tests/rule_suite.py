@@ -1,4 +1,4 @@
-"""Decodes of an operator alone with erase keys, and with heads of half a register, against the float64 recurrence."""
+"""Decodes of an operator alone with erase keys, narrow heads, and many tokens, against the float64 recurrence."""
 
 from typing import Any
 
@@ -25,6 +25,7 @@ CASES = {
     "gdn2, ring": (True, "after decay", 128, 128, jnp.float32, 8, 1),
     "half a register": (True, "after decay", 64, 64, jnp.int8, 0, 2),
     "Mamba-2": (False, None, 128, 64, jnp.bfloat16, 0, 1),
+    "nine drafts, one after the other": (True, "before decay", 24, 40, jnp.int8, 0, 9),
 }
 LIMITS = TOLERANCE | dict(int8=0.02)
 
@@ -57,9 +58,8 @@ def decode(case: str, part: dict[str, Any], pool, slots: Slots) -> tuple[jax.Arr
     static = DecodeStatic(U, True, 0.3, False, "recurrent_x_fwd", erases == "before decay")
     p = part["k"] * part["b"] if "b" in part else None
     x = Arguments(**{name: y for name, y in part.items() if name != "b"}, p=p)
-    assert choose.kernel_of("fused", x, pool, slots, static) == "decode"
-    rule: Any = records.of_rule(static, x)
-    o, _, pool = launch.launch(rule, (), pool, U * jnp.arange(N + 1, dtype=jnp.int32), slots)
+    assert choose.by_kernel("fused", x, pool, slots, static)
+    o, _, pool = launch.launch(records.of_rule(static, x), (), pool, U * jnp.arange(N + 1, dtype=jnp.int32), slots)
     return o, pool
 
 

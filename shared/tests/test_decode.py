@@ -12,13 +12,14 @@ from jax.sharding import PartitionSpec as P
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
+from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.serving.few_tokens import token_by_token
 from chunkwise.shared.serving.slot_rows import read_states, write_states
-from chunkwise.shared.serving.states_kernel import recurrent_cost
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, text_for_tpu
+from tests import traced
 from tests.poison import assert_isolated
 
 HV, K, V = 4, 24, 40
@@ -203,6 +204,20 @@ def test_negative_slots_have_no_gradient(implementation):
     assert not got[np.array([1, 3])].any()
 
 
+def test_heads_that_do_not_fit_have_launches_in_turn(monkeypatch):
+    """Each takes a part of the heads of the same pool; the value heads of a single key head share it."""
+    monkeypatch.setattr(launch, "MOST_HEADS", 2)
+    slots, pool = [3, -1, 0], pool_of(4)
+    for H in (1, 2):
+        x = make_inputs(1, 4, H, HV, K, V, per_channel=True, normalise=False)
+        step = lambda x, pool: run(x, slots, initial_state=pool, cu_seqlens=boundaries(2, 1, 1), implementation="fused")
+        assert len(list(traced.launches(step, x, pool))) == 2
+        o, after = step(x, pool)
+        want_o, want, written = expected(x, pool, slots, cu_seqlens=boundaries(2, 1, 1))
+        assert_close("o", o, want_o, TOLERANCE["float32"])
+        assert_close("states", after[written], want[[0, 2]], TOLERANCE["float32"])
+
+
 @each
 def test_isolation(implementation):
     """What is not finite in one sequence, or in its slot, changes no bit of another."""
@@ -251,8 +266,14 @@ def test_padding_may_hold_anything():
 
 @pytest.mark.parametrize(
     ("tokens", "H", "HV", "K", "fit"),
-    [(256, 16, 32, 128, True), (2048, 16, 32, 128, False), (1, 1, 64, 128, True), (1, 1, 64, 256, False)],
-    ids=["decode", "too many tokens", "large group", "too large group"],
+    [
+        (256, 16, 32, 128, True),
+        (2**14, 16, 32, 128, False),
+        (1, 1, 64, 128, True),
+        (1, 1, 64, 256, True),
+        (1, 1, 1, 2048, False),
+    ],
+    ids=["decode", "too many tokens", "large group", "parts of a large group", "too large a state"],
 )
 def test_what_fits(tokens, H, HV, K, fit):
     """The kernel says itself what it cannot take; a lowering tells."""
@@ -327,21 +348,6 @@ def test_slots_are_read_by_nobody_under_jit():
         jax.eval_shape(step, pool, spec(2, dtype=jnp.int32))
     with pytest.raises(ValueError, match="must be below 4"):
         jax.eval_shape(lambda pool: step(pool, np.array([9, 1], np.int32)), pool)
-
-
-def test_cost():
-    """Seven flops a state entry and token, five without the delta rule; the states are moved twice, tokens once."""
-    sizes = dict(B=2, T=3, H=1, HV=2, K=8, V=16)
-    cost = recurrent_cost(**sizes, itemsize=2)
-    states, tokens = 2 * 2 * 8 * 16, 2 * 3
-    assert cost.flops == 7 * tokens * 2 * 8 * 16
-    assert cost.transcendentals == tokens * 2
-    assert cost.bytes_accessed == 2 * 4 * states + tokens * (2 * (2 * 8 + 2 * 2 * 16) + 4 * 4)
-    assert recurrent_cost(**sizes, delta=False).flops == 5 * tokens * 2 * 8 * 16
-    assert cost.bytes_accessed - recurrent_cost(**sizes, delta=False).bytes_accessed == tokens * 2 * 4
-    more = recurrent_cost(**sizes, N=5, itemsize=2, state_itemsize=2, per_channel=True)
-    assert more.transcendentals == tokens * 2 * 8
-    assert more.bytes_accessed - cost.bytes_accessed == (2 * 2 * 5 / 2 - 2 * 4) * states + tokens * 4 * 2 * 7
 
 
 @pytest.mark.tpu

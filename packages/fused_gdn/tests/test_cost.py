@@ -2,7 +2,7 @@
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gdn.cost import cost, states_cost
-from chunkwise.shared.serving.states_kernel import recurrent_cost
+from chunkwise.shared.serving.decode import launch
 from tests.documents import documented_flops
 
 SIZES = dict(B=2, T=300, H=2, HV=6, K=128, V=256)
@@ -22,4 +22,4 @@ def test_bytes_are_those_of_the_arrays():
 
 
 def test_decode():
-    assert recurrent_cost(**SIZES).flops == documented_flops(recurrent_gated_delta_rule, **SIZES)
+    assert launch.flops(2 * 300, 6, 128, 256) == documented_flops(recurrent_gated_delta_rule, **SIZES)

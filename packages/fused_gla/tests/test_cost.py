@@ -4,7 +4,7 @@ import pytest
 
 from chunkwise.fused_gla import chunk_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.cost import cost
-from chunkwise.shared.serving.states_kernel import recurrent_cost
+from chunkwise.shared.serving.decode import launch
 from tests.documents import documented_flops
 
 SIZES = dict(B=2, T=64, K=8, V=4)
@@ -29,4 +29,4 @@ def test_backward_and_states_alone():
 @pytest.mark.parametrize("recurrence", [recurrent_gla, recurrent_simple_gla])
 def test_recurrent(recurrence):
     sizes = SIZES | dict(H=1, HV=3)
-    assert recurrent_cost(**sizes, delta=False).flops == documented_flops(recurrence, **sizes)
+    assert launch.flops(2 * 64, 3, 8, 4, delta=False) == documented_flops(recurrence, **sizes)

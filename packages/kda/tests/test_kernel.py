@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from chunkwise.kda import chunk_kda, recurrent_kda, tile
 from chunkwise.kda.cost import cost
 from chunkwise.shared.kernels.tiles import LOG2_E
-from chunkwise.shared.serving.states_kernel import recurrent_cost
+from chunkwise.shared.serving.decode.launch import flops
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.tpu import text_for_tpu
@@ -135,4 +135,6 @@ def test_what_the_backward_keeps_has_no_padding(K, V):
 def test_documented_cost(sizes):
     assert documented_flops(chunk_kda, **sizes, C=64) == cost(**sizes, C=64).flops
     assert cost(**sizes, C=64, backward=True).flops == 2 * cost(**sizes, C=64).flops
-    assert documented_flops(recurrent_kda, **sizes) == recurrent_cost(**sizes, per_channel=True).flops
+    assert documented_flops(recurrent_kda, **sizes) == flops(
+        sizes["B"] * sizes["T"], sizes["HV"], sizes["K"], sizes["V"]
+    )

@@ -232,7 +232,7 @@ def test_none_decodes_many_tokens_without_the_kernel(monkeypatch, name):
     """The kernel keeps all tokens in fast memory; asked for by name, it says that they are too many."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     operator = OPERATORS[name]
-    inputs = jax.eval_shape(lambda: operator_inputs(operator, 1, 2048, 16, 16, 128, 128))
+    inputs = jax.eval_shape(lambda: operator_inputs(operator, 1, 2**15, 16, 16, 128, 128))
     run = functools.partial(operator.function, output_final_state=True)
     assert "tpu_custom_call" not in text_for_tpu(lambda x: run(**x), inputs)
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):

@@ -120,8 +120,7 @@ def over_token(
     if (division := _find_division(run, config, arrays)) is None:
         cache: Any = run.cache
         mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
-        kernel = choose.kernel_of(run.implementation, mixer, StatePool(cache.state), slots, conv=cache.conv)
-        one_launch = kernel is not None
+        one_launch = choose.by_kernel(run.implementation, mixer, StatePool(cache.state), slots, conv=cache.conv)
     else:
         one_launch = _divides(division, run, config, tree)
         together = functools.partial(_on_devices, over_token, division, run, config, operators, options)

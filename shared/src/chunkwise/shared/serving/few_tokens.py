@@ -4,7 +4,6 @@ The states are an array with a state for each sequence, or lie in slots of a poo
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.kernels import chunking, launcher, pools, tiles
 from chunkwise.shared.plain import recurrence
-from chunkwise.shared.serving import slot_rows, states_kernel
+from chunkwise.shared.serving import slot_rows
 from chunkwise.shared.serving.decode import choose, launch, records
 from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
@@ -100,12 +99,11 @@ def run_tokens(
     x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
     slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
     every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-    kernel = choose.kernel_of(implementation, x, StatePool(pool), every, static, strict=strict)
-    if kernel is None:
-        o, states = _plain(static, x, pool, slots)
-    else:
+    if choose.by_kernel(implementation, x, StatePool(pool), every, static, strict=strict):
         leaves, structure = jax.tree.flatten((x, pool, slots))
-        o, states = _fused(static, kernel, *structure.unflatten(compat.vary_alike(*leaves)))
+        o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
+    else:
+        o, states = _plain(static, x, pool, slots)
     return launcher.scaled(o, scale), states if options.output_final_state else None
 
 
@@ -132,23 +130,17 @@ def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     return o, slot_rows.write_states(pool, slots, states)
 
 
-def _forward(static: DecodeStatic, kernel: str, x: Arguments, pool: jax.Array, slots: Slots):
-    """Return o and the states, or o and the pool, by a kernel."""
+def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
+    """Return o and the states, or o and the pool, by the kernel."""
     B, T = x.q.shape[:2]
     starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
     slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
-    if kernel == "decode":
-        rule: Any = records.of_rule(static, x)
-        every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-        o, _, after = launch.launch(rule, (), StatePool(pool), starts, every)
-        return o.reshape(x.v.shape), after.states
-    source = slot
-    if slots.has_initial_state is not None:
-        source = jnp.where(slots.has_initial_state, slot, jnp.int32(-1))
-    return states_kernel.launch(static, x, pool, pools.Routes(starts[:-1], starts[1:], source, slot[:, None]))
+    every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
+    o, _, after = launch.launch(records.of_rule(static, x), (), StatePool(pool), starts, every)
+    return o.reshape(x.v.shape), after.states
 
 
-def _backward(static: DecodeStatic, kernel: str, inputs, cotangents):
+def _backward(static: DecodeStatic, inputs, cotangents):
     x, pool, slots = inputs
     plain = lambda y, pool: _plain(static, y._replace(cu_seqlens=x.cu_seqlens), pool, slots)
     pull = jax.vjp(plain, x._replace(cu_seqlens=None), pool)[1]
@@ -156,5 +148,5 @@ def _backward(static: DecodeStatic, kernel: str, inputs, cotangents):
 
 
 # The gradient comes from the plain form, because a few tokens are not worth a kernel.
-_fused = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
-_fused.defvjp(lambda static, kernel, *inputs: (_forward(static, kernel, *inputs), inputs), _backward)
+_fused = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_fused.defvjp(lambda static, *inputs: (_forward(static, *inputs), inputs), _backward)

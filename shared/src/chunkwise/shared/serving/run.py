@@ -1,7 +1,7 @@
 """A serving step of any operator: the sequences that a scheduler packed into a stream, over one pool of states.
 
-`step_table` says which sequences decode and which are prefills. Decodes go token by token, by the kernel of `decode` or
-of `states_kernel`. Prefills go chunk by chunk. Decodes and prefills change the pool in place.
+`step_table` says which sequences decode and which are prefills. Decodes go token by token, by the kernel of `decode`.
+Prefills go chunk by chunk. Decodes and prefills change the pool in place.
 """
 
 import functools
@@ -17,7 +17,7 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.kernels import launcher, pools, tiles
-from chunkwise.shared.serving import few_tokens, ring, state_pool, states_kernel, step_table
+from chunkwise.shared.serving import few_tokens, ring, state_pool, step_table
 from chunkwise.shared.serving.decode import choose, launch, records
 from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
@@ -217,16 +217,11 @@ def _decode(
     static = DecodeStatic(
         W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay
     )  # fmt: skip
-    kernel = choose.kernel_of(implementation, x, pool, slots, static, strict=strict)
-    if kernel is None:
-        made, pool = _plain_tokens(static, x, pool, routes, accepted)
-    elif kernel == "decode":
-        rule: Any = records.of_rule(static, x)
-        made, _, pool = launch.launch(rule, (), pool, step.boundaries, slots)
+    if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
+        made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)
         made = made.reshape(x.v.shape)
     else:
-        made, states = states_kernel.launch(static, x, pool.states, routes)
-        pool = pool._replace(states=states)
+        made, pool = _plain_tokens(static, x, pool, routes, accepted)
     return launcher.scaled(made, scale), pool
 
 

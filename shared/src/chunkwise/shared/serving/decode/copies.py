@@ -30,10 +30,11 @@ def buffer_of(i) -> jax.Array:
     return jnp.bitwise_and(i, jnp.int32(BUFFERS - 1))
 
 
-def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool = False) -> None:
+def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool = False, turn: Any = 0) -> None:
     """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes.
 
-    With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates".
+    With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates". Where a
+    loop takes the tokens of a decode, they are copies of the states after token `turn`.
     """
     b, semaphores = buffer_of(i), refs.semaphores.stores if out else refs.semaphores.reads
     # Numbers are read here, because a read under a condition takes longer.
@@ -56,8 +57,9 @@ def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool 
                 else:
                     move(kind)
 
-    for t in range(refs.targets if out else 1):
-        token = (jnp.int32(t),) if out and refs.targets > 1 else ()
+    several = out and refs.targets > 1 and not s.loops
+    for t in range(refs.targets) if several else [turn]:
+        token = (jnp.int32(t),) if several else ()
         for n, slot in enumerate(table.of_step(refs, table.TARGET + t if out else table.SOURCE, i)):
             copy(n, slot, *token)
 
@@ -73,9 +75,10 @@ def _ends(
         at = pl.ds(slot * jnp.int32(W), W) if out and W > 1 else conv
         return [(pool.at[at], buffer) for pool, buffer in arrays]
     if kind == "states":
-        found = [(refs.pools.states.at[slot], refs.buffers.after if out else refs.buffers.before)]
+        at = slot if refs.pools.states.shape[1] == s.HV else (slot, pl.ds(s.first, s.HV))
+        found = [(refs.pools.states.at[at], refs.buffers.after if out else refs.buffers.before)]
         if refs.pools.scales is not None:
-            found.append((refs.pools.scales.at[slot], refs.buffers.scale_out if out else refs.buffers.scale_in))
+            found.append((refs.pools.scales.at[at], refs.buffers.scale_out if out else refs.buffers.scale_in))
         return found
     pool, before, after = {
         "keys": (refs.pools.keys, refs.buffers.ring_key, refs.buffers.new_key),

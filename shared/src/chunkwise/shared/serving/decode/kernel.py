@@ -38,19 +38,21 @@ def decode_kernel(refs: DecodeRefs, s: KernelStatic):
         _load_tokens(refs)
         copies.copy_slots(refs, s, i, pools.start)
 
-    # A buffer is filled again only after its copies have gone out.
-    pl.when(i >= copies.BUFFERS)(lambda: copies.copy_slots(refs, s, i - copies.BUFFERS, pools.wait, out=True))
+    # A buffer is filled again only after its copies have gone out. A loop awaits copies of several states by itself.
+    wait = functools.partial(copies.copy_slots, refs, s, act=pools.wait, out=True)
+    wait = (lambda i: None) if s.loops and refs.targets > 1 else wait
+    pl.when(i >= copies.BUFFERS)(lambda: wait(i - copies.BUFFERS))
     pl.when(i < last)(lambda: copies.copy_slots(refs, s, i + 1, pools.start))
     copies.copy_slots(refs, s, i, pools.wait)
     _clear_new(refs, i)
     if refs.has_rings:
         _fold_rings(refs, s, i)
-    _run_sequences(refs, s, i)
+    (_run_in_turn if s.loops else _run_sequences)(refs, s, i)
 
     @pl.when(i == last)
     def _():
-        pl.when(i >= 1)(lambda: copies.copy_slots(refs, s, i - 1, pools.wait, out=True))
-        copies.copy_slots(refs, s, i, pools.wait, out=True)
+        pl.when(i >= 1)(lambda: wait(i - 1))
+        wait(i)
         T = refs.tokens.o.shape[0]
         refs.tokens.o[...] = refs.tokens.outputs[:T].astype(refs.tokens.o.dtype)
         if refs.has_rings:
@@ -135,7 +137,7 @@ def _fold_heads(refs: DecodeRefs, s: KernelStatic, at, some: int, channels: int,
 
 def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     """Run the tokens of the sequences of grid step i."""
-    b, starts = copies.buffer_of(i), table.of_step(refs, table.START, i)
+    starts = table.of_step(refs, table.START, i)
     if s.decode_tokens > 1:
         # Tokens that a sequence does not have are rows of zeros.
         none, tokens = jnp.int32(refs.tokens.o.shape[0]), table.of_step(refs, table.TOKENS, i)
@@ -143,6 +145,43 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
             jnp.where(jnp.int32(t) < count, start + jnp.int32(t), none)
             for t in range(s.decode_tokens) for start, count in zip(starts, tokens, strict=True)
         ]  # fmt: skip
+    _run_tokens(refs, s, i, starts)
+
+
+def _run_in_turn(refs: DecodeRefs, s: KernelStatic, i) -> None:
+    """Run the sequences of grid step i token by token; in between their states are float32."""
+    b, starts, tokens = copies.buffer_of(i), table.of_step(refs, table.START, i), table.of_step(refs, table.TOKENS, i)
+    none, states = jnp.int32(refs.tokens.o.shape[0]), refs.work.between
+    heads = list(itertools.product(range(states.shape[0]), range(s.HV)))
+    for place, h in heads:
+        S = refs.buffers.before[b, place, h].astype(jnp.float32)
+        if refs.buffers.scale_in is not None:
+            S = S * tiles.to_column(refs.buffers.scale_in[b, place, h : h + 1][None])[0]
+        states[place, h] = S
+
+    def store(turn):
+        for place, h in heads:
+            refs.buffers.after[b, place, h], scales = tile.stored(states[place, h], refs.buffers.after.dtype)
+            if scales is not None:
+                refs.buffers.scale_out[b, place, h : h + 1] = scales
+        copies.copy_slots(refs, s, i, pools.start, out=True, turn=turn)
+
+    def run(turn, carry):
+        # A token that a sequence does not have is a row of zeros, after which its state is the same.
+        _run_tokens(refs, s, i, [jnp.where(turn < n, x + turn, none) for x, n in zip(starts, tokens, strict=True)])
+        if refs.targets > 1:
+            store(turn)
+            copies.copy_slots(refs, s, i, pools.wait, out=True, turn=turn)
+        return carry
+
+    lax.fori_loop(jnp.int32(0), functools.reduce(jnp.maximum, tokens), run, None)
+    if refs.targets == 1:
+        store(0)
+
+
+def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
+    """Run the tokens that the kernel takes at once, from their places in the stream."""
+    b = copies.buffer_of(i)
     # How many tokens of its ring a sequence reads; its new token goes to this place.
     counts = [jnp.maximum(x, jnp.int32(0)) for x in table.of_step(refs, table.PLACE, i)] if refs.has_rings else None
     for place, start in enumerate(starts):
@@ -150,7 +189,8 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     channels = [x for j in range(len(refs.tokens.x)) for x in _channels(refs, s, b, j)]
     # Copies start as early as possible, so that they overlap with the computation.
     store = functools.partial(copies.copy_slots, refs, s, i, pools.start, out=True)
-    store("conv")
+    if refs.pools.conv:
+        store("conv")
     q, k, v = (_by_head(channels, *heads) for heads in ((s.H, s.K), (s.H, s.K), (s.HV, s.V)))
     if s.rule.normalise:
         q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
@@ -184,7 +224,8 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
         _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
-    store(*refs.kinds[1:])
+    if not s.loops:
+        store(*refs.kinds[1:])
 
 
 def _erase_key(refs: DecodeRefs, s: KernelStatic, h: int, k: list[jax.Array]) -> jax.Array:
@@ -206,12 +247,15 @@ def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
         for key in range(s.H):
             columns = [tiles.to_column(k[key][row][None])[0] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.buffers.before[b, place, h].astype(jnp.float32), slice(h * s.width, h * s.width + s.V)
+                S, of_head = refs.state(b, place, h).astype(jnp.float32), slice(h * s.width, h * s.width + s.V)
                 for t, (row, column) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
-                    if t == 0 and refs.buffers.scale_in is not None:
+                    if t == 0 and refs.buffers.scale_in is not None and not s.loops:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
                     S = tile.next_state(S, decay, column, refs.work.made[row, of_head])
+                    if s.loops:
+                        refs.work.between[place, h] = S
+                        continue
                     refs.buffers.after[(*at, h)], scales = tile.stored(S, refs.buffers.after.dtype)
                     if scales is not None:
                         refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales

@@ -16,19 +16,19 @@ from chunkwise.shared.serving.decode.records import Decodes, KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 from chunkwise.shared.serving.state_pool import StatePool
 
-# The most states of a grid step, the most value heads, and the most tokens of a decode: the kernel has code for each of
-# them. Two kinds of steps take _MORE_STATES: decodes over rings, which write few states and need many sequences to fill
-# the time in which products wait; and decodes of several tokens, which read one state for all states that they write.
+# The most states of a grid step, and the most value heads: the kernel has code for each of them. Decodes of several
+# tokens take _MORE_STATES, because they read one state for all states that they write.
 _STATES = 32
 _MORE_STATES = 64
-_RING_STATES = 256
 MOST_HEADS = 128
-MOST_TOKENS = 8
 # The most value heads of a decode of several tokens.
 _MOST_HEADS_OF_DRAFTS = 64
-# The most states of a grid step over rings, of one token and of several.
+# The most states of a grid step over rings, of one token and of several. They write few states, and many sequences fill
+# the time in which products wait.
 _RING_STATES = 256
 _RING_STATES_OF_DRAFTS = 128
+# The most launches that take parts of the heads of an operator.
+_MOST_LAUNCHES = 8
 # The most slots with rings, whose numbers of tokens are in scalar memory.
 _RING_SLOTS = 2**14
 
@@ -39,7 +39,7 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     # A layer has its channels side by side; the heads of an operator alone are padded to whole registers.
     whole = not x.weight or (s.K % packed.LANES == 0 and s.V % packed.LANES == 0)
     heads = MOST_HEADS if s.decode_tokens == 1 else _MOST_HEADS_OF_DRAFTS
-    few = heads >= s.HV and s.decode_tokens <= MOST_TOKENS
+    few = heads >= s.HV and not (s.loops and (pool.replay or x.weight))
     if not (whole and few) or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
     if pool.replay and not _takes_rings(x, pool):
@@ -49,15 +49,18 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.width * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
-    state = s.HV * s.K * s.width * states.dtype.itemsize
+    state = s.HV * packed.round_up(s.K, 32 // states.dtype.itemsize) * s.width * states.dtype.itemsize
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
         slot += pool.replay * _ring_bytes(x, pool)
         fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + s.width)
-    buffers = 2 * slot + (1 + targets_of(x, pool)) * state
-    each = copies.BUFFERS * buffers + 4 * s.decode_tokens * (
-        2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width)
+    buffers = 2 * slot + (1 + (1 if s.loops else targets_of(x, pool))) * state
+    between = s.loops * 4 * s.HV * packed.round_up(s.K, 8) * s.width
+    each = (
+        copies.BUFFERS * buffers
+        + between
+        + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width))
     )
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
@@ -85,6 +88,14 @@ def _ring_bytes(x: Decodes, pool: StatePool) -> int:
     return size * H * (keys + s.group * s.width) + gates
 
 
+def launches_of(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
+    """Return how many launches take the heads, each a part of them; None if the kernel does not take them."""
+    s = x.static
+    heads, most = s.H if s.H > 1 else s.HV, 1 if x.weight or pool.replay else _MOST_LAUNCHES
+    some = [n for n in range(1, most + 1) if heads % n == 0]
+    return next((n for n in some if sequences_a_step(x.of_heads(n, 0) if n > 1 else x, conv, pool, N)), None)
+
+
 def _by_channel(pool: StatePool) -> bool:
     """Return whether the rings of a pool have gates per channel."""
     return pool.gates is not None and pool.gates.ndim == 5
@@ -101,12 +112,13 @@ def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> lis
 
 def targets_of(x: Decodes, pool: StatePool) -> int:
     """Return how many slots a sequence writes: without rings one for each token of a decode."""
-    return 1 if pool.replay else x.static.decode_tokens
+    return 1 if pool.replay else x.static.rule.W
 
 
 def _rows(x: Decodes, N: int) -> int:
     """Return how many tokens the kernel sees: as many as N decodes can have, rounded up to registers of every type."""
-    return min(x.x[0].shape[0], packed.round_up(N * x.static.decode_tokens, 32))
+    T, rule = x.x[0].shape[0], x.static.rule
+    return min(T, packed.round_up(N * rule.W, 32)) if rule.single else T
 
 
 def launch(
@@ -128,7 +140,8 @@ def launch(
     """
     s, N, targets = x.static, cu_seqlens.shape[0] - 1, targets_of(x, pool)
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
-    assert n is not None
+    if n is None:
+        return _launch_in_parts(x, pool, cu_seqlens, slots)
     groups, rows = -(-N // n), s.HV * s.width
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
     tables: dict[str, Any] = dict(
@@ -154,10 +167,13 @@ def launch(
     scratch |= {f"in{j}": buffer(y) for j, y in enumerate(conv)}
     each = (s.decode_tokens,) if s.decode_tokens > 1 else ()
     scratch |= {f"out{j}": buffer(y, *each) for j, y in enumerate(conv)}
-    written = each if targets > 1 else ()
-    scratch |= dict(before=buffer(pool.states), after=buffer(pool.states, *written), parts=(s.HV * 8 * m, s.K))
-    if pool.scales is not None:
-        scratch |= dict(scale_in=buffer(pool.scales), scale_out=buffer(pool.scales, *written))
+    written, states, scales = each if targets > 1 else (), pool.states[:, : s.HV], pool.scales
+    scratch |= dict(before=buffer(states), after=buffer(states, *written), parts=(s.HV * 8 * m, s.K))
+    if scales is not None:
+        scales = scales[:, : s.HV]
+        scratch |= dict(scale_in=buffer(scales), scale_out=buffer(scales, *written))
+    if s.loops:
+        scratch["between"] = n, *states.shape[1:]
     scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
     if pool.replay:
         scratch |= _ring_scratch(s, pool, held, n)
@@ -176,7 +192,7 @@ def launch(
         | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
         in_place={name: name for name in held},
-        cost_estimate=_cost(N, targets, held, s),
+        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None),
         # The table holds only slots that exist and tokens of the stream.
         in_bounds=True,
     )
@@ -187,6 +203,16 @@ def launch(
         tuple(out[f"conv{j}"] for j in range(len(conv))),
         after,
     )
+
+
+def _launch_in_parts(x: Decodes, pool: StatePool, cu_seqlens: jax.Array, slots: Slots):
+    """Do the same as `launch` for an operator alone by several launches, each for a part of the heads."""
+    parts, outputs = launches_of(x, (), pool, cu_seqlens.shape[0] - 1), []
+    assert parts is not None
+    for i in range(parts):
+        o, _, pool = launch(x.of_heads(parts, i), (), pool, cu_seqlens, slots)
+        outputs.append(o)
+    return jnp.concatenate(outputs, axis=1), (), pool
 
 
 def _ring_scratch(s: KernelStatic, pool: StatePool, held: dict[str, jax.Array], n: int) -> dict[str, Any]:
@@ -209,11 +235,20 @@ def _ring_scratch(s: KernelStatic, pool: StatePool, held: dict[str, jax.Array], 
     return scratch | dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
 
 
-def _cost(N: int, targets: int, held: dict[str, jax.Array], s: KernelStatic) -> pl.CostEstimate:
-    """Return the cost of N decodes: each reads a slot, and writes some."""
+def _cost(T: int, N: int, targets: int, held: dict[str, jax.Array], s: KernelStatic, delta: bool) -> pl.CostEstimate:
+    """Return the cost of N decodes of T tokens in all: each reads a slot, and writes some."""
     slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
     return pl.CostEstimate(
-        flops=7 * N * s.decode_tokens * s.HV * s.K * s.V,
-        transcendentals=8 * N * s.decode_tokens * s.HV * s.V,
+        flops=flops(T, s.HV, s.K, s.V, delta),
+        transcendentals=8 * T * s.HV * s.V,
         bytes_accessed=(1 + targets) * N * slot,
     )
+
+
+def flops(tokens: int, HV: int, K: int, V: int, delta: bool = True) -> int:
+    """Return the flops of an operator token by token: 5 or 7 for a token and an entry of its states.
+
+    A state is decayed, a product of a key and a value is added to it, and it is read; the delta rule reads it once
+    more.
+    """
+    return (7 if delta else 5) * tokens * HV * K * V

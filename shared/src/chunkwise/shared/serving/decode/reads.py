@@ -32,7 +32,7 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, rows, decays) -> l
     """
     m, per_channel = refs.tokens.rows.shape[0], decays[0][1].shape[1] > 1
     # A float32 state takes the vector unit as long for one token as its parts take the matrix unit for several.
-    on_matrix_unit = refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1
+    on_matrix_unit = (refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1) and not s.loops
     if per_channel:
         rows = [[x * decay for x, decay in zip(*pairs, strict=True)] for pairs in zip(rows, decays, strict=True)]
     scores: Any = None
@@ -85,7 +85,7 @@ def _factors(refs: DecodeRefs, s: KernelStatic, b) -> list[jax.Array]:
     n, factors = refs.buffers.before.shape[1], []
     if refs.work.starts is not None:
         factors.append([refs.work.starts[pl.ds(tile.row_of(h, s), n, stride=s.HV), :] for h in range(s.HV)])
-    if refs.buffers.scale_in is not None:
+    if refs.buffers.scale_in is not None and not s.loops:
         factors.append([refs.buffers.scale_in[b, :, h] for h in range(s.HV)])
     return [_each(functools.reduce(operator.mul, of_head), s) for of_head in zip(*factors, strict=True)]
 
@@ -99,7 +99,7 @@ def _read_alone(refs: DecodeRefs, b, head: int, rows: dict[int, jax.Array]) -> N
     """Store the products of keys (0) and queries (1) with the states of a value head, by the vector unit."""
     n, m = refs.buffers.before.shape[1], refs.tokens.rows.shape[0]
     for place in range(n):
-        S = refs.buffers.before[b, place, head]
+        S = refs.state(b, place, head)
         for row in range(place, m, n):
             for j, x in rows.items():
                 at = 8 * m * head + j * m + row

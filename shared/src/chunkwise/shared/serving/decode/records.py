@@ -12,15 +12,17 @@ from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation, packed
 
+# The most tokens of a decode that the kernel takes at once: it has code for each pair of them.
+MOST_TOKENS = 8
+
 
 class DecodeStatic(NamedTuple):
-    """The static description of decodes by any kernel, without sizes of arrays.
+    """The static description of decodes, without sizes of arrays.
 
     Attributes:
-      W: the most tokens of a decode; in `states_kernel` the grid steps of a sequence, after each of which states may be
-        written to a slot.
-      single: whether a grid step takes at most one token; otherwise W is 1, and the step takes all tokens of the
-        sequence.
+      W: the most tokens of a decode.
+      single: whether a decode has at most W tokens, each with a slot if there are no rings; otherwise it may have any
+        number, of which the last one has the slot, and W is 1.
       scale: the number by which the kernel multiplies the output.
       normalise: whether queries and keys are scaled to unit length.
       name: the name of the kernel.
@@ -57,6 +59,7 @@ class KernelStatic(NamedTuple):
       step_size: the factor of the sigmoids of raw step sizes; None if step sizes are final.
       activation: the activation of the convolution.
       norm: the norm of the output, or None.
+      first: how many value heads of the pool come before those of the launch.
     """
 
     H: int
@@ -68,6 +71,7 @@ class KernelStatic(NamedTuple):
     step_size: float | None
     activation: str | None
     norm: OutputNorm | None
+    first: int = 0
 
     @property
     def group(self) -> int:
@@ -80,9 +84,14 @@ class KernelStatic(NamedTuple):
         return packed.pad_lanes(self.V)
 
     @property
+    def loops(self) -> bool:
+        """Whether a loop takes the tokens of a decode one after the other."""
+        return not self.rule.single or self.rule.W > MOST_TOKENS
+
+    @property
     def decode_tokens(self) -> int:
-        """The most tokens of a decode."""
-        return self.rule.W
+        """How many tokens of a decode the kernel takes at once."""
+        return 1 if self.loops else self.rule.W
 
     def with_tokens(self, W: int) -> "KernelStatic":
         """Return the description of decodes of at most W tokens."""
@@ -123,6 +132,19 @@ class Decodes(NamedTuple):
         named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z, "p": self.p}
         return {name: y for name, y in named.items() if y is not None}
 
+    def of_heads(self, parts: int, i: int) -> "Decodes":
+        """Return the decodes of part i of the heads of an operator alone."""
+        s = self.static
+        # The value heads of a single key head share it.
+        H = s.H // parts if s.H > 1 else 1
+        cut = lambda y, heads: (
+            y if heads == 1 < parts else y[:, i * y.shape[1] // parts : (i + 1) * y.shape[1] // parts]
+        )
+        q, k, v = (cut(y, heads) for y, heads in zip(self.x, (s.H, s.H, s.HV), strict=True))
+        beta, p = (None if y is None else cut(y, s.HV) for y in (self.beta, self.p))
+        static = s._replace(H=H, HV=s.HV // parts, first=i * s.HV // parts)
+        return self._replace(static=static, x=(q, k, v), g=cut(self.g, s.HV), beta=beta, p=p)
+
     @property
     def lanes(self) -> int:
         """The lanes of a token, with each of its arrays in whole registers."""
@@ -155,10 +177,8 @@ def static_of(
     return KernelStatic(H, HV, K, V, rule, activation.law, step_size, "silu", norm)
 
 
-def of_rule(static: DecodeStatic, x: Arguments) -> Decodes | None:
-    """Return the decodes of an operator alone, from prepared arguments; None if the kernel does not run its tokens."""
-    if not static.single:
-        return None
+def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
+    """Return the decodes of an operator alone, from prepared arguments."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     s = KernelStatic(H, HV, K, V, static, None, None, None, None)
 

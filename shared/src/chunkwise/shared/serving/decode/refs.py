@@ -150,6 +150,7 @@ class WorkRefs(NamedTuple):
       folded_keys, folded_writes: float32 [L HV, K] and [L HV, V], the decayed keys and the writes of a ring;
         folded_decay: float32 [HV, K], the decays of its states.
       made: float32 [m, HV V], the values that the tokens write.
+      between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
     """
 
     parts: jax.Ref
@@ -161,6 +162,7 @@ class WorkRefs(NamedTuple):
     folded_writes: Any
     folded_decay: Any
     made: jax.Ref
+    between: Any
 
 
 class SemaphoreRefs(NamedTuple):
@@ -213,6 +215,10 @@ class DecodeRefs(NamedTuple):
     def has_rings(self) -> bool:
         """Whether the states have rings."""
         return self.pools.keys is not None
+
+    def state(self, b, place: int, head: int) -> jax.Array:
+        """Return the state [K, V] of a value head before the tokens that the kernel takes at once."""
+        return self.buffers.before[b, place, head] if self.work.between is None else self.work.between[place, head]
 
     @property
     def ring_tokens(self) -> int:

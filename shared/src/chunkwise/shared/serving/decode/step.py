@@ -38,7 +38,7 @@ def in_one_launch(
     if not pool.replay:
         # A decode has a slot for each of its tokens.
         x = x._replace(static=x.static.with_tokens(choose.columns(slots)))
-    if slots.num_decodes is None or choose.kernel_of(implementation, x, pool, slots, conv=conv) is None:
+    if slots.num_decodes is None or not choose.by_kernel(implementation, x, pool, slots, conv=conv):
         return otherwise()
     together = functools.partial(launch.launch, x, conv, pool, checks.as_int32(cu_seqlens), slots)
     N = slots.state_indices.shape[0]

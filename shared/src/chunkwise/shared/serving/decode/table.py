@@ -44,18 +44,21 @@ def fill(refs: DecodeRefs, s: KernelStatic) -> None:
         inside, at = jnp.minimum(n, jnp.int32(N - 1)), n * jnp.int32(numbers(refs.targets))
         decodes = (n < least) & (n < jnp.int32(N))
         end = jnp.where(decodes, jnp.clip(refs.step.boundaries[inside + 1], begin, T), begin)
-        exists, tokens = end > begin, jnp.minimum(end - begin, jnp.int32(s.decode_tokens))
+        exists, most = end > begin, jnp.int32(s.rule.W) if s.rule.single else T
+        tokens = jnp.minimum(end - begin, most)
+        # A sequence of any number of tokens leaves its state without any, too.
+        named = exists if s.rule.single else decodes
         source = source_of(inside)
         if refs.step.continues is not None:
             source = jnp.where(refs.step.continues[inside] > 0, source, jnp.int32(-1))
         refs.step.table[at + jnp.int32(START)] = jnp.where(exists, begin, T)
-        refs.step.table[at + jnp.int32(SOURCE)] = source = jnp.where(exists, source, jnp.int32(-1))
+        refs.step.table[at + jnp.int32(SOURCE)] = source = jnp.where(named, source, jnp.int32(-1))
         target, first = jnp.int32(-1), place_of(inside)
         for t in range(refs.targets):
             target = existing(refs.step.write[first + jnp.int32(t) if t else first])
-            target = jnp.where(jnp.int32(t) < tokens if t else exists, target, jnp.int32(-1))
+            target = jnp.where(jnp.int32(t) < tokens if t else named, target, jnp.int32(-1))
             refs.step.table[at + jnp.int32(TARGET + t)] = target
-        if s.decode_tokens > 1:
+        if s.loops or s.decode_tokens > 1:
             refs.step.table[at + jnp.int32(TOKENS)] = tokens
         if refs.has_rings:
             _count_tokens(refs, s, n, source, target, tokens)
@@ -97,8 +100,10 @@ def _count_tokens(refs: DecodeRefs, s: KernelStatic, n, source, target, tokens) 
         refs.buffers.drafts_of[target] = tokens
 
 
-def of_step(refs: DecodeRefs, number: int, i) -> list[jax.Array]:
+def of_step(refs: DecodeRefs, number, i) -> list[jax.Array]:
     """Return one number of the table for each sequence of grid step i; the numbers of a sequence are consecutive."""
     n, size = refs.buffers.before.shape[1], numbers(refs.targets)
-    first = i * jnp.int32(n * size)
-    return [refs.step.table[first + jnp.int32(place * size + number)] for place in range(n)]
+    first, known = i * jnp.int32(n * size), number
+    if not isinstance(number, int):
+        first, known = first + number, 0
+    return [refs.step.table[first + jnp.int32(place * size + known)] for place in range(n)]
