@@ -118,11 +118,12 @@ def turns_of(case: Layer) -> Turns:
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
         if case.table.delta and not (loop.regions and has_second_path(case) and "_bwd_" not in launch):
             return None
+        if case.table.delta:
+            # Steps of one block of heads or of all blocks: both do where no step runs a region.
+            return loop.turns - 2, [0] * len(loop.regions)
         found = re.search(r"_([a-z]+)_c(\d+)", launch)
         assert found is not None
         steps, runs = turns(case, found[1], int(found[2]))
-        if case.table.delta:
-            return steps, [0] * len(loop.regions)
         # A branch skips a loop without iterations.
         passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]
         for place in passes[: len(loop.regions) - len(runs)]:

@@ -87,8 +87,9 @@ def test_regions_that_a_layer_runs():
     kda, delta, gla = (
         turns_of(Layer(name, H=4, HV=4, T=256)) for name in ("kda", "gated_delta_rule", "simple_gla")
     )  # fmt: skip
-    assert kda("chunk_kda_fwd_c64.1", regions(3000)) == (5, [0])
-    assert kda("chunk_kda_summary_c64.2", regions(3000)) == (5, [0])
+    # A loop has two turns more than steps.
+    assert kda("chunk_kda_fwd_c64.1", regions(3000)) == (8, [0])
+    assert kda("chunk_kda_summary_c64.2", regions(3000)) == (8, [0])
     assert kda("chunk_kda_fwd_c64.1", regions()) is None
     assert kda("chunk_kda_bwd_c64.1", regions(3000)) is None
     assert delta("chunk_gated_delta_rule_fwd_c64.1", regions(30)) is None

@@ -54,6 +54,8 @@ def test_several_chunks_of_a_step(dtype, cores):
     """Two rows of 9 chunks, two in a grid step, of which the last has one; and the inverses that the backward reads."""
     config = fused_gdn.Config(1, 1, 2)
     assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config=config)
+    operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
+    assert_operator(operator, {}, (2, 140), True, False, dtype, config=kda.Config(1, 1, 2))
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])

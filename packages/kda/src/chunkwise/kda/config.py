@@ -12,10 +12,13 @@ class Config:
     Attributes:
       heads: value heads of a grid step of the forward: whole groups that share a key head, or a part of a group.
       heads_bwd: value heads of a grid step of the backward, by the same rule.
+      chunks: the most chunks of a grid step of the forward over rows that are one sequence. Few heads leave units idle,
+        and chunks fill them.
     """
 
     heads: int
     heads_bwd: int
+    chunks: int = 1
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
@@ -26,7 +29,9 @@ def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
 def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: int = 0) -> Config:
     """Return the Config for these shapes, K and V already padded to lanes; `gates` counts erase and write gates."""
     size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
+    heads = tuning.pick_heads(HV, H, size, most=16)
     return Config(
-        heads=tuning.pick_heads(HV, H, size, most=16),
+        heads=heads,
         heads_bwd=tuning.pick_heads(HV, H, size * 5 // 4, most=16),
+        chunks=max(1, min(8, min(16, tuning.VMEM_LIMIT_BYTES // 2 // size) // heads)),
     )

@@ -325,7 +325,8 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
     The state, [V, K] with `channels` rows, is one of them unless the output ht holds it, and the owners, by which the
     next grid step keeps the sequences of this chunk apart.
     """
-    C, K, heads, operand = static.C, static.K, static.config.heads, matmul.operand_dtype(x.v.dtype)
+    C, K, operand = static.C, static.K, matmul.operand_dtype(x.v.dtype)
+    heads = static.chunks * static.config.heads
     n, lanes, parts, with_output = heads // static.p, static.p * C, 2 if operand == jnp.bfloat16 else 1, "o" in outputs
     scratch: dict[str, Any] = {
         "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
@@ -338,7 +339,7 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
     if with_output:
         scratch["P"] = pltpu.VMEM((n, C, parts * lanes), operand)
     if "ht" not in outputs:
-        scratch["state"] = heads, channels, K
+        scratch["state"] = static.config.heads, channels, K
     if x.owner is not None:
         scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, 1, C), jnp.int32)}
         if static.base > 1 and x.A_inv is None:
@@ -346,7 +347,9 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
     return scratch
 
 
-def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
+def launch(
+    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str, body: Callable = _fwd_kernel
+) -> dict[str, jax.Array]:
     """Run the forward, or the part of it that makes these outputs.
 
     Without the output o no query reads the state, and the initial states may have more channels than v. The values of
@@ -357,6 +360,7 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
       static: the static description.
       outputs: names of outputs.
       operator: the operator's name, for the name of the kernel.
+      body: the body of the kernel, called with the Refs and the static description.
 
     Returns:
       A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
@@ -364,7 +368,8 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
       packed A_inv [B, steps, HV / p, C, p C], and packed scores of queries above scores of keys
       [B, steps, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
-    B, HV, C, K, V, steps, heads = static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads
+    B, HV, C, K, V, heads = static.B, static.HV, static.C, static.K, static.V, static.config.heads
+    steps, NT = static.steps, static.steps if static.varlen else -(-static.T // C)
     p, dtype, inverts, with_output = static.p, x.v.dtype, x.A_inv is None, "o" in outputs
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
@@ -378,15 +383,15 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
     available = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, channels, K), jnp.float32),
-        "h": (prev.per_step(heads, channels, K), (B, steps, HV, channels, K), operand),
+        "h": (prev.per_chunk(heads, channels, K), (B, NT, HV, channels, K), operand),
         "v_new_over_beta": (value, x.v.shape, jnp.float32),
-        "A_inv": (prev.per_step(*matrix), (B, steps, HV // p, C, p * C), jnp.float32),
-        "scores": (cur.per_step(*both), (B, steps, HV // p, 2 * C, p * C), jnp.float32),
+        "A_inv": (prev.per_chunk(*matrix), (B, NT, HV // p, C, p * C), jnp.float32),
+        "scores": (cur.per_chunk(*both), (B, NT, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
     return launcher.launch(
-        functools.partial(_fwd_kernel, static=static),
+        functools.partial(body, static=static),
         KdaFwdRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
@@ -407,8 +412,8 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
             "initial_state": (x.initial_state, state),
             "law": (x.law, loads.law_block(heads * K)),
             "pool": (x.pool, prev.state(*slot)),
-            "A_inv": (x.A_inv, prev.per_step(*matrix)),
-            "scores": (x.scores, cur.per_step(*both)),
+            "A_inv": (x.A_inv, prev.per_chunk(*matrix)),
+            "scores": (x.scores, cur.per_chunk(*both)),
         },
         outputs=available,
         requested=outputs,

@@ -167,7 +167,7 @@ def law_block(lanes: int) -> pl.BlockSpec:
 def rows_block(x: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
     """Return numbers per token and head [B, NT, HV, C] in the shape that a launch takes, and their spec."""
     blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)
-    return blocks, cut.rows(None, None, heads, static.C)
+    return blocks, cut.rows(None if static.chunks == 1 else static.chunks, None, heads, static.C)
 
 
 def gates_block(g: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:

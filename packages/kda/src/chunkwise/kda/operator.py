@@ -2,9 +2,10 @@
 
 import numbers
 
+import jax
 import jax.numpy as jnp
 
-from chunkwise.kda import config, kernel, kernel_bwd, tile, xla
+from chunkwise.kda import config, kernel, kernel_bwd, kernel_chunks, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, gates
@@ -95,13 +96,21 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     )  # fmt: skip
 
 
+def launch_forward(
+    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda"
+) -> dict[str, jax.Array]:
+    """Run the forward of an operator, by several chunks a grid step where there are few heads."""
+    run = kernel_chunks if kernel_chunks.takes(x, static) else kernel
+    return run.launch(x, static, outputs, operator)
+
+
 KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
-    kernel.launch,
+    launch_forward,
     kernel_bwd.launch,
-    kernel.launch,
+    launch_forward,
     residuals=("h", "v_new_over_beta", "A_inv", "scores"),
     precomputed=("A_inv", "scores"),
     transposed=True,

@@ -2,7 +2,7 @@
 
 import functools
 
-from chunkwise.kda import kernel, kernel_bwd, xla
+from chunkwise.kda import kernel_bwd, xla
 from chunkwise.kda import operator as kda
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
@@ -40,7 +40,7 @@ def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_d
       optional: as in `fused.Kernels`.
       erase_before_decay: as in `Operator`.
     """
-    launch = functools.partial(kernel.launch, operator=name)
+    launch = functools.partial(kda.launch_forward, operator=name)
     kernels = kda.KERNELS._replace(
         forward=launch, states=launch, backward=functools.partial(kernel_bwd.launch, operator=name), optional=optional
     )

@@ -1,0 +1,120 @@
+"""The forward for few heads, as one of many devices has: a grid step takes several chunks.
+
+The chain from the state before a chunk to the state after it is what few heads wait for. So all chunks of a grid step
+are prepared, and their inverses made, at once, as if they were more heads; then the state goes through the chunks one
+by one. The functions of `kernel` run on the Refs of one chunk.
+
+Every row of the batch is one sequence here, and its states do not lie in a pool.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from chunkwise.kda import kernel, loads
+from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.shared.kernels import chunk_loop, inverse, packed, schedule
+
+
+def takes(x: KdaOperands, static: KdaStatic) -> bool:
+    """Return whether the launch is for these operands."""
+    plain = not static.varlen and x.owner is None and x.pool is None and x.A_inv is None
+    return plain and step_chunks(static) > 1
+
+
+def step_chunks(static: KdaStatic) -> int:
+    """Return the chunks of a grid step: a quarter of a row at most, because the stages fill and empty once a row."""
+    return min(static.config.chunks, static.steps // 4)
+
+
+def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, jax.Array]:
+    """Run the forward; the arguments and the result are as in `kernel.launch`, for what `takes` says."""
+    chunks = step_chunks(static)
+    static = dataclasses.replace(static, chunks=chunks, steps=-(-static.steps // chunks))
+    return kernel.launch(x, static, outputs, operator, _kernel)
+
+
+def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
+    """Take the state through the chunks prev, and prepare the chunks cur, of the next grid step."""
+    if refs.ht is not None:
+        # The block of the output stays in fast memory until the next row begins.
+        refs = refs._replace(state=refs.ht)
+    cur, prev = (chunk_loop.chunks_of(step, static) for step in chunk_loop.current_steps(None, 2, static))
+    views, p = [_of_chunk(refs, i, static) for i in range(static.chunks)], static.p
+    firsts, packs = range(0, static.config.heads, p), static.config.heads // p
+    gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
+    loaders = [kernel.by_head(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
+    rounded = [
+        kernel.rounded_betas(x, load[1], betas, chunk.valid, static)
+        for x, load, (_, betas), chunk in zip(views, loaders, gated, cur, strict=True)
+    ]
+    staged: dict[tuple[int, int], Any] = {}
+
+    def prepare() -> Iterator[None]:
+        for i, n in ((i, n) for n in firsts for i in range(static.chunks)):
+            staged[i, n] = kernel.prepare(views[i], n, *loaders[i], *gated[i], cur[i].valid, None, static)
+            yield
+
+    passing, preparing = _pass_chunks(refs, views, prev, static), prepare()
+    schedule.interleave("pm" * (packs * static.chunks), p=passing, m=preparing)
+    for _ in preparing:
+        pass
+    A = [jnp.concatenate([staged[i, n][1][:, static.C :] for n in firsts]) * rounded[i][1] for i in range(len(cur))]
+    blocks = inverse.begin_inverse(jnp.concatenate(A))
+    for _ in passing:
+        pass
+    # Stored late, because prev is read from the same scratch memory until the state has gone through it.
+    refs.blocks[...], refs.A[...] = blocks, jnp.concatenate(A)
+    for (i, n), (boundary, scores) in staged.items():
+        factors, beta_rows = rounded[i]
+        kernel.store_pack(views[i], n, boundary, scores, beta_rows, factors[n : n + p], static)
+    if refs.exact_levels is None:
+        return
+
+    @pl.when(loads.beyond_base(refs.decays, range(static.chunks * static.config.heads), static.K))
+    def _():
+        for i, n in staged:
+            again = functools.partial(
+                kernel.prepare_exactly, views[i], n, *gated[i], rounded[i][1], cur[i].valid, None, static
+            )
+            pl.when(loads.beyond_base(views[i].decays, range(n, n + p), static.K))(again)
+
+
+def _of_chunk(refs: kernel.KdaFwdRefs, i: int, static: KdaStatic) -> kernel.KdaFwdRefs:
+    """Return the Refs of one of the chunks of a grid step."""
+    rows, heads = slice(i * static.C, (i + 1) * static.C), static.config.heads
+    each = lambda count: slice(i * count, (i + 1) * count)
+    at: dict[str, Any] = dict.fromkeys(("q", "k", "v", "e", "b", "w", "o", "v_new_over_beta"), rows)
+    at |= {"g": rows if static.per_channel else i, "beta": i}
+    at |= dict.fromkeys(("h", "A_inv_out", "scores_out"), i)
+    at |= dict.fromkeys(("readers", "ends", "through"), each(heads))
+    at |= dict.fromkeys(("A", "blocks", "P"), each(heads // static.p))
+    at["decays"] = slice(None), each(heads * static.K // packed.LANES)
+    return refs._replace(
+        **{name: getattr(refs, name).at[x] for name, x in at.items() if getattr(refs, name) is not None}
+    )
+
+
+def _pass_chunks(refs: kernel.KdaFwdRefs, views: list, prev: list, static: KdaStatic) -> Iterator[None]:
+    """Finish the inverses of prev and take the state through prev; yield where other products may stand."""
+    A_inv: Any = None
+    parts = 2 if refs.readers.dtype == jnp.bfloat16 else 3
+    for product in inverse.block_doubling(refs.blocks[...], refs.A[...], parts):
+        A_inv = product  # the last value is the inverse
+        yield
+    n = static.config.heads // static.p
+    for i, (x, chunk) in enumerate(zip(views, prev, strict=True)):
+        of_chunk = A_inv[i * n : (i + 1) * n]
+        if x.A_inv_out is not None:
+            x.A_inv_out[...] = of_chunk
+        yield from schedule.software_pipeline(
+            kernel.pass_state(
+                x, chunk_loop.load_state(refs, chunk, stage), chunk.valid, of_chunk, stage, static, refs.v.dtype
+            )
+            for stage in kernel.stages_of(static, kernel.HALF_STAGE)
+        )
