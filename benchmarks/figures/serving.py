@@ -22,6 +22,11 @@ MIXTURES = {
 }
 
 
+def step_rows(chip: str) -> list[dict]:
+    """Return the rows of serving steps on a chip; decodes alone on a v6e have a file, of a newer compiler."""
+    return [*rows_of(f"step-{chip}"), *(rows_of("step-v6e-decodes") if chip == "v6e" else [])]
+
+
 def heads(layer: models.Layer) -> str:
     """Return an operator with its key and value heads."""
     return f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
@@ -38,7 +43,7 @@ def step() -> str:
 
     def cell(chip):
         def text(name):
-            row = only(rows_of(f"step-{chip}"), case="qwen3-next-80b", mixture=name["mixture"])
+            row = only(step_rows(chip), case="qwen3-next-80b", mixture=name["mixture"])
             if row.get("cycles"):
                 return against_floor(row, row["to_floor"])
             return f"kernels {whole(sum(row[key] or 0 for key in ('decode_bundles', 'prefill_bundles')))}"
@@ -124,7 +129,7 @@ def decodes_mixed() -> str:
 @block
 def pools() -> str:
     """The bytes of a decode over every pool, its cycles on a v6e, and the loss of a model, where they are known."""
-    layer, rows = models.MODELS["qwen3-next-80b"], select(rows_of("step-v6e"), case="qwen3-next-80b")
+    layer, rows = models.MODELS["qwen3-next-80b"], select(step_rows("v6e"), case="qwen3-next-80b")
     bits = {row["pool"]: row for row in rows_of("pool-bits")}
     mixture = lambda row: models.Mixture(64, pool=row["dtype"], replay=row["replay"])
 
@@ -165,7 +170,7 @@ def pool_bits() -> str:
 @block
 def pool_steps() -> str:
     """Decodes over arrays and over rings of 16 tokens."""
-    rows = rows_of("step-v6e")
+    rows = step_rows("v6e")
     titles = {
         ("qwen3-next-80b", "speculate-64x3"): "gated delta rule, float32, 64 decodes of 3 tokens",
         ("qwen3-next-80b", "decode-256-bfloat16"): "gated delta rule, bfloat16, 256 decodes",
@@ -204,7 +209,7 @@ def pool_errors() -> str:
 def step_float16() -> str:
     """The cost of a pool of float16."""
     (row,) = rows_of("step-v6e-float16")
-    step = only(rows_of("step-v6e"), case=row["case"], mixture=row["mixture"])
+    step = only(step_rows("v6e"), case=row["case"], mixture=row["mixture"])
     parts = [row[f"{part}_cycles"] for part in ("gather", "convert", "scatter")]
     ratio = (sum(parts) + step["cycles"]) / step["cycles"]
     gather, convert, scatter = map(whole, parts)

@@ -344,7 +344,7 @@ def test_a_fit_finds_the_numbers_that_made_the_times():
 def test_the_formula_is_the_fit():
     """The numbers of the package are the fit to docs/data, rounded, and so are its errors; times are made of them."""
     from benchmarks import calibrate, step
-    from benchmarks.figures import evidence, tables
+    from benchmarks.figures import evidence, serving, tables
     from chunkwise.command import times
     from chunkwise.shared.chips import CHIPS
 
@@ -363,7 +363,7 @@ def test_the_formula_is_the_fit():
             counts = (launches, row["around_cycles"], row["floor_ms"])
             assert row["estimate_ms"] == pytest.approx(times.device_ms(CHIPS[row["chip"]], *counts))
     for chip in CHIPS:
-        for row in tables.rows_of(f"step-{chip}"):
+        for row in serving.step_rows(chip):
             if row.get("cycles"):
                 assert row["estimate_ms"] == pytest.approx(step.step_ms(row, chip))
 
