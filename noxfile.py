@@ -241,9 +241,7 @@ def gpu(session):
     session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
     result = Path(session.create_tmp(), "gpu-h100.json")
     session.run("python", "-m", "benchmarks", "gpu", "--json", str(result))
-    session.run(
-        "pytest", *WORKERS, *(PACKAGES[name] / "tests/test_gpu_form.py" for name in ("fused_gdn", "fused_gla", "kda"))
-    )
+    session.run("pytest", *WORKERS, PACKAGES["pipeline"] / "tests/test_gpu_form.py")
     files = ("fused_gdn/{}_reference", "fused_gdn/{}_isolation", "two_keys/{}_isolation", "fused_gla/{}_reference")
     paths = (ROOT / "packages" / f"{file.format('tests/test')}.py" for file in files)
     session.run("pytest", *WORKERS, "--gpu-forms", "-k", "xla", *paths)

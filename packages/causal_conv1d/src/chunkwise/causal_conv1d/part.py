@@ -20,7 +20,7 @@ from chunkwise.shared.serving import slot_kernel, slot_rows, step_table
 
 _LAYOUT = partition.Layout(
     leading="x",
-    parts={"b": "rows", "t": "tokens", "d": "channels"},
+    meanings={"b": "rows", "t": "tokens", "d": "channels"},
     arguments={
         "x": "btd",
         "weight": "d",
@@ -33,7 +33,7 @@ _LAYOUT = partition.Layout(
 )
 _POOL_LAYOUT = partition.Layout(
     leading="x",
-    parts=_LAYOUT.parts,
+    meanings=_LAYOUT.meanings,
     arguments={
         "x": "btd",
         "states": "s.d",

@@ -104,8 +104,8 @@ def _grid_step(
     # Nobody needs a state where only the inverses are requested, as by `jax.checkpoint` before a backward.
     needs_state = any(ref is not None for ref in (refs.o, refs.ht, refs.h, refs.v_new_over_beta))
 
-    def prepare_heads(parts: list[tile.Heads]) -> Iterator[None]:
-        for part in parts:
+    def prepare_heads(several: list[tile.Heads]) -> Iterator[None]:
+        for part in several:
             staged.append((part, prepare(refs, q, k, gates, part, cur.masks, static)))
             yield
 

@@ -99,8 +99,8 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
         )
         order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "m" + "mf" * n
     if inverts:
-        groups = every.split(INVERTED)
-        stages["x"] = inverting = _together([_invert(refs, group, k.dtype, inverses) for group in groups])
+        inverted = every.split(INVERTED)
+        stages["x"] = inverting = _together([_invert(refs, heads, k.dtype, inverses) for heads in inverted])
         if passes:
             stages["f"] = _finish(refs, every, inverting, inverses, lefts)
     elif passes:
@@ -135,11 +135,11 @@ def _prepare(
         yield
 
 
-def _invert(refs: GdnChunksRefs, group: tile.Heads, dtype, inverses: dict) -> Iterator[None]:
+def _invert(refs: GdnChunksRefs, heads: tile.Heads, dtype, inverses: dict) -> Iterator[None]:
     """Leave A_inv of some heads in `inverses`, by these heads."""
     count = 2 if dtype == jnp.bfloat16 else 3
-    for A_inv in inverse.block_doubling(refs.blocks[group.packs_at], refs.A[group.packs_at], count):
-        inverses[group] = A_inv
+    for A_inv in inverse.block_doubling(refs.blocks[heads.packs_at], refs.A[heads.packs_at], count):
+        inverses[heads] = A_inv
         yield
 
 
@@ -156,8 +156,8 @@ def _finish(refs: GdnChunksRefs, every: tile.Heads, inverting: Iterator, inverse
     for _ in inverting:
         pass
     for part in every.split(FINISHED):
-        group = [x for x in inverses if x.first <= part.first][-1]
-        A_inv = inverses[group][part._replace(first=part.first - group.first).packs_at]
+        heads = [x for x in inverses if x.first <= part.first][-1]
+        A_inv = inverses[heads][part._replace(first=part.first - heads.first).packs_at]
         at = part.packs_at
         scores = None if refs.scores is None else refs.scores[at]
         lefts[part] = left_of_values(refs, scores, A_inv, refs.end[at] * A_inv, refs.keys[part.keys_at], part)
@@ -223,9 +223,9 @@ def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dic
     """Store what the next grid step reads, last, because this one reads there what the one before stored."""
     if refs.A_inv_out is not None:
         n = refs.A_inv_out.shape[1]
-        for group, A_inv in inverses.items():
-            for i in range(group.packs_at.start, group.packs_at.stop):
-                refs.A_inv_out[i // n, i % n] = A_inv[i - group.packs_at.start]
+        for heads, A_inv in inverses.items():
+            for i in range(heads.packs_at.start, heads.packs_at.stop):
+                refs.A_inv_out[i // n, i % n] = A_inv[i - heads.packs_at.start]
     for part, left in lefts.items():
         refs.left[part.packs_at] = left
     if refs.keys is not None:
@@ -254,7 +254,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
     count = 1 + inverts + passes
     first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))
-    n, keys, parts = s.heads // s.p, s.heads // s.group, 2 if dtype == jnp.bfloat16 else 1
+    n, keys, parts = s.heads // s.p, s.heads // s.heads, 2 if dtype == jnp.bfloat16 else 1
     key, value, gate = first.tokens(keys * s.K), last.tokens(s.heads * s.V), first.values(s.heads)
     state, lanes, inverses = last.state(s.heads, s.K, s.V), s.p * s.C, (n, s.C, s.p * s.C)
     matrix, of_keys = (chunks * n, s.C, lanes), pltpu.VMEM((chunks * keys, s.C, s.K), dtype)

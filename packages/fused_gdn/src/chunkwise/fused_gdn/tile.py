@@ -85,10 +85,10 @@ class Heads(NamedTuple):
         """Return the heads of some chunks of a grid step, which lie behind one another."""
         return self._replace(heads=self.heads * chunks)
 
-    def in_chunk(self, index: int, step: "Heads") -> "Heads":
-        """Return the same heads of a chunk, counted through the chunks of a grid step, which has the heads `step`."""
-        first_key = self.first_key + index * (step.heads // step.group)
-        return self._replace(first=self.first + index * step.heads, first_key=first_key)
+    def in_chunk(self, index: int, chunk: "Heads") -> "Heads":
+        """Return the same heads of a chunk, counted through the chunks of a grid step, each with the heads `chunk`."""
+        first_key = self.first_key + index * (chunk.heads // chunk.group)
+        return self._replace(first=self.first + index * chunk.heads, first_key=first_key)
 
     def wide(self) -> "Heads":
         """Return the same heads with two packs side by side, if their keys fill the 256 rows of a matrix unit."""

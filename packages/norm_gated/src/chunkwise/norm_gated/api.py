@@ -111,7 +111,7 @@ def _layout(ndim: int) -> partition.Layout:
     letters = string.digits[: ndim - 1]
     return partition.Layout(
         leading="x",
-        parts={letter: f"a dimension {letter}" for letter in letters},
+        meanings={letter: f"a dimension {letter}" for letter in letters},
         arguments={"x": letters, "z": letters, "weight": ""},
         results=(letters + ".",),
     )

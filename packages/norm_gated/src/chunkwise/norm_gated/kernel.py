@@ -24,12 +24,12 @@ _CORES = 2
 
 def _strips(cut: config.Config, width: int, D: int, compute) -> None:
     """Call compute(rows, lanes) for every strip of a block and for every unit of its lanes."""
-    step = config.unit(D, width)
+    unit = config.unit(D, width)
 
     def strip(i, _):
         rows = pl.ds(pl.multiple_of(i * jnp.int32(cut.strip), cut.strip), cut.strip)
-        for first in range(0, width, step):
-            compute(rows, slice(first, min(first + step, width)))
+        for first in range(0, width, unit):
+            compute(rows, slice(first, min(first + unit, width)))
 
     lax.fori_loop(jnp.int32(0), jnp.int32(cut.rows // cut.strip), strip, None)
 
@@ -63,10 +63,10 @@ def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
 
 def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, rows: int):
     """Write dx and dz of a block; add up the gradient of the weight over the blocks of a core's part, in 8 rows."""
-    part, step = pl.program_id(0), pl.program_id(2)
-    first = (part * pl.num_programs(2) + step) * jnp.int32(config.rows)
+    part, grid_step = pl.program_id(0), pl.program_id(2)
+    first = (part * pl.num_programs(2) + grid_step) * jnp.int32(config.rows)
 
-    @pl.when(step == 0)
+    @pl.when(grid_step == 0)
     def _():
         refs.dweight[...] = jnp.zeros_like(refs.dweight)
 

@@ -18,7 +18,7 @@ SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s"
 # read.
 _LAYOUT = partition.Layout(
     leading="v",
-    parts={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},
+    meanings={"b": "rows", "t": "tokens", "n": "value heads", "d": "value channels"},
     arguments={
         "q": "bth",
         "k": "bti",

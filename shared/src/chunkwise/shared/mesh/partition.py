@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     Attributes:
       leading: the name of the argument whose sharding says how letters are split.
-      parts: the meanings of the letters of the leading argument.
+      meanings: what the devices share for the letters of the leading argument.
       arguments: the letters of every argument, by name.
       results: the letters of the output, and of the states if there are any.
       prefixes: from the letter of a dimension, such as key heads, to the letter of a larger one, such as value heads.
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     """
 
     leading: str
-    parts: Mapping[str, str]
+    meanings: Mapping[str, str]
     arguments: Mapping[str, str]
     results: tuple[str, ...]
     prefixes: Mapping[str, str] = MappingProxyType({})
@@ -79,7 +79,7 @@ class Division(NamedTuple):
     @property
     def used(self) -> Axes:
         """The axes that split the leading argument."""
-        return tuple(name for letter in self.layout.parts for name in self.axes[letter])
+        return tuple(name for letter in self.layout.meanings for name in self.axes[letter])
 
     @property
     def tokens(self) -> Axes:
@@ -127,7 +127,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
         it.
     """
     name = layout.leading
-    x, parts = arrays[name], layout.parts
+    x, meanings = arrays[name], layout.meanings
     mesh, spec = _sharding_of(name, x, sharding)
     if mesh is None:
         return None
@@ -138,10 +138,12 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> D
     axes: dict[str, Axes] = {".": ()}
     for dim, (letter, names, size) in enumerate(zip(layout.letters(name, x.ndim), split, x.shape, strict=True)):
         devices = size_of(mesh, names)
-        checks.check(letter in parts or not names, f"`{name}` must not be split along its dimension {dim}; got {spec}.")
+        checks.check(
+            letter in meanings or not names, f"`{name}` must not be split along its dimension {dim}; got {spec}."
+        )
         checks.check(
             size % devices == 0,
-            f"`{name}` must have {parts.get(letter)} that {devices} devices along {names} can share; got {size} in "
+            f"`{name}` must have {meanings.get(letter)} that {devices} devices along {names} can share; got {size} in "
             f"{tuple(x.shape)}.",
         )
         axes[letter] = names

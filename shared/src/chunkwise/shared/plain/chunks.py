@@ -7,8 +7,8 @@ isolates sequences that are not finite, passes states in and out, and goes throu
   of a chunk while the chunk is in cache. The backward then reads the states before the chunks, the inverses and the new
   values, which the forward keeps, and computes the rest of a chunk again.
 - A GPU waits for the launch of every operation, and a loop over chunks would be thousands of launches. So the forms of
-  a group of chunks are made in large products, `state_scan` finds the states before all of them, and then the outputs
-  of all are computed at once. Groups follow one another, so that memory is bounded.
+  a span of chunks are made in large products, `state_scan` finds the states before all of them, and then the outputs
+  of all are computed at once. Spans follow one another, so that memory is bounded.
 
 A packed batch without states keeps its chunks aligned to the token stream and masks the pairs of different sequences:
 its cost follows tokens, not sequences. A mask does not stop NaN, so a sequence that is not finite is taken as zeros and
@@ -34,8 +34,8 @@ from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, matmul
 from chunkwise.shared.plain import block_inverse, isolation, state_scan
 
-# The size of a group on a GPU: tokens times heads.
-_GROUP = 2**17
+# The size of a span on a GPU: tokens times heads.
+_SPAN = 2**17
 # The name of results that the backward does not compute again, beside `state_scan.KEPT`, where a scan does all the work
 # of a chunk.
 _SOLVED = "solved"
@@ -165,7 +165,7 @@ def _stream_masks(x: arguments.Arguments, g, beta, C: int) -> tuple[Any, jax.Arr
 
 
 def _filled(tree: Any, missing: Any) -> Any:
-    """Return arrays of chunks with so many chunks of zeros after them, which fill up the last group.
+    """Return arrays of chunks with so many chunks of zeros after them, which fill up the last span.
 
     They leave a state as it is, because the decay of a gate of 0 is 1.
     """
@@ -217,7 +217,7 @@ def run(
         y = jnp.moveaxis(chunks.per_batch(chunks.split_rows(y)), 1, 0).reshape(-1, B * HV, 1, C)
         return y if masks is None else jnp.where(masks.valid[:, None, None], y, 0.0)
 
-    def group(carry, each):
+    def span(carry, each):
         (S, finals), (tokens, g, beta, masks, starts, A_inv) = carry, each
 
         # Large arrays get their heads first only inside of the loop, while a chunk is in cache.
@@ -234,7 +234,7 @@ def run(
         # Without a delta rule a CPU, too, finds the states first, so that devices that share tokens make them only
         # once.
         together = on_gpu or not rule.delta
-        advance = functools.partial(_in_segments, products, groups.by_maps) if together else _one_by_one
+        advance = functools.partial(_in_segments, products, spans.by_maps) if together else _one_by_one
         o, before, S, A_inv = advance(form, v, S, starts, h0, A_inv, keep_states or finals is not None)
         if finals is not None:
             finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
@@ -245,15 +245,15 @@ def run(
         return (S, finals), (None, A_inv, before)
 
     n = chunks.NC // B
-    groups = _divide(rule, n, B * HV, C, on_gpu)
+    spans = _divide(rule, n, B * HV, C, on_gpu)
     tokens = x.q if with_output else None, x.k, x.v, x.p, g if g.ndim == 4 else None
     per_head = None if g.ndim == 4 else rows(g), None if beta is None else rows(beta)
     tokens, (gates, beta), masks, starts, inverses = _filled(
-        (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses), groups.count * groups.chunks - n
+        (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses), spans.count * spans.chunks - n
     )
     if gates is not None and rule.decays is not None:
         gates = rule.decays(gates, masks)
-    carry, out = _over_groups(groups, group, (S, finals), (tokens, gates, beta, masks, starts, inverses))
+    carry, out = _over_spans(spans, span, (S, finals), (tokens, gates, beta, masks, starts, inverses))
     (S, finals), (o, inverses, states) = carry, jax.tree.map(lambda y: y[:n], out)
     if with_output:
         o = chunks.gather(jnp.moveaxis(o.reshape(-1, B, C, HV, V), 1, 0).reshape(B, -1, HV, V))
@@ -269,7 +269,7 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
     if form.A is not None and A_inv is None:
         A_inv = _inverse(form.A)
 
-    def step(S, each):
+    def pass_chunk(S, each):
         x, v, A_inv, starts = each
         here = state_scan.select_states(starts and starts.restarts(h0), S)
         readers = [y for y in (x.q, x.e) if y is not None]
@@ -280,10 +280,10 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
 
     xs = form, v, A_inv, starts
     if form.k.shape[0] == 1:
-        after, out = step(S, jax.tree.map(lambda y: y[0], xs))
+        after, out = pass_chunk(S, jax.tree.map(lambda y: y[0], xs))
         o, before = jax.tree.map(lambda y: y[None], out)
     else:
-        after, (o, before) = lax.scan(step, S, xs)
+        after, (o, before) = lax.scan(pass_chunk, S, xs)
     return o, before, after, A_inv
 
 
@@ -336,8 +336,8 @@ def _solve_jvp(products, primals, tangents):
 solve.defjvp(_solve_jvp, symbolic_zeros=True)
 
 
-class _Groups(NamedTuple):
-    """How chunks are divided: `count` groups of `chunks` chunks; `by_maps` is an argument of `states_before`.
+class _Spans(NamedTuple):
+    """How chunks are divided: `count` spans of `chunks` chunks; `by_maps` is an argument of `states_before`.
 
     `keep` has the names of the results that the backward does not compute again; None to keep all that it reads.
     """
@@ -348,25 +348,25 @@ class _Groups(NamedTuple):
     keep: tuple[str, ...] | None = None
 
 
-def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Groups:
-    """Return the groups of n chunks of C tokens with h heads."""
+def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Spans:
+    """Return the spans of n chunks of C tokens with h heads."""
     if rule.at_once and not on_gpu:
-        return _Groups(1, n)
+        return _Spans(1, n)
     if not on_gpu:
         # A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all
         # stages into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
-        return _Groups(jax.core.max_dim(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
-    count = -(-n // max(1, _GROUP // (h * C)))
+        return _Spans(jax.core.max_dim(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
+    count = -(-n // max(1, _SPAN // (h * C)))
     chunks = -(-n // count)
     by_maps = rule.delta and h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
     if by_maps:
         chunks = -(-chunks // state_scan.SEGMENTS) * state_scan.SEGMENTS
-    return _Groups(-(-n // chunks), chunks, by_maps, (state_scan.KEPT,))
+    return _Spans(-(-n // chunks), chunks, by_maps, (state_scan.KEPT,))
 
 
-def _over_groups(groups: _Groups, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Scan body(carry, chunks of a group) over all groups of chunks xs [n, ...], with the results of `lax.scan`."""
-    count, size, _, keep = groups
+def _over_spans(spans: _Spans, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Scan body(carry, chunks of a span) over all spans of chunks xs [n, ...], with the results of `lax.scan`."""
+    count, size, _, keep = spans
 
     def one(carry, x):
         carry, out = body(carry, jax.tree.map(lambda y: y[None], x))

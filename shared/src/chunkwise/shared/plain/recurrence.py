@@ -87,12 +87,12 @@ def recurrence(
         state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5], erase_before_decay)[:2], state, tokens)
         return jnp.moveaxis(o, 0, 1), state
 
-    def step(S, x):
+    def pass_token(S, x):
         S, o, written = advance(S, *x[:5], scale, x[5], erase_before_decay)
         return S, (o, S, written)
 
     # Few tokens need no loop.
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), lax.scan(step, state, tokens, unroll=True)[1])
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), lax.scan(pass_token, state, tokens, unroll=True)[1])
 
 
 def _start(shape, tokens, initial_state, dtype):
@@ -114,11 +114,11 @@ def packed_recurrence(
     states = _start((N, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
     owner = jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right")
 
-    def step(states, x):
+    def pass_token(states, x):
         n, token = x
         S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token[:5], scale, token[5], erase_before_decay)
         return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
 
     tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta, p))
-    states, o = lax.scan(step, states, (owner, tokens))
+    states, o = lax.scan(pass_token, states, (owner, tokens))
     return o[None], states

@@ -142,7 +142,7 @@ def _states_jvp(products, by_maps, primals, tangents):
 
 
 def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
-    def step(S, each):
+    def pass_chunk(S, each):
         x, u, added, restart = each
         here = select_states(restart, S)
         after = x.through * here
@@ -152,7 +152,7 @@ def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
 
     # XLA fuses the work of four steps, apart from products, into one launch. `jax.export` may leave their number open.
     unroll = 4 if isinstance(x.through.shape[0], int) else 1
-    last, states = lax.scan(step, start, (x, u, added, restarts), unroll=unroll)
+    last, states = lax.scan(pass_chunk, start, (x, u, added, restarts), unroll=unroll)
     return states, last
 
 
