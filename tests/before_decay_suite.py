@@ -5,26 +5,14 @@ A gate that forgets everything does not forget for such a key, which still reads
 
 import functools
 
-import jax.numpy as jnp
-import numpy as np
-
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.testing import oracle
-from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.two_keys import operator
+from tests.composition_suite import FORMS, T
 from tests.recurrence import assert_recurrence
 
-PACKED = boundaries(1, 17, 0, 16, 20)  # sequences that begin inside of a chunk, and between chunks
-T = 60  # six tokens of padding
-IDS = jnp.asarray(np.repeat([[3, 5, -1, 6]], [1, 17, 4, T - 22], axis=1), jnp.int32)
-# Options of a call, and how many states it has.
-FORMS = {
-    "rows": ({}, 1),
-    "stream": (dict(cu_seqlens=PACKED), 0),
-    "sequences": (dict(cu_seqlens=PACKED), 5),
-    "segments": (dict(segment_ids=IDS), 1),
-}
 GATES = ("logsigmoid", "strong", "resets")
 
 

@@ -5,37 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from chunkwise.layers import (
-    Cache,
-    GatedDeltaNet2Config,
-    GatedDeltaNetConfig,
-    GatedDeltaProductConfig,
-    KimiDeltaAttentionConfig,
-    LightningAttentionConfig,
-    Mamba2Config,
-    Rwkv7AttentionConfig,
-    gated_delta_net,
-    gated_delta_net2,
-    gated_delta_product,
-    init_gated_delta_net,
-    init_gated_delta_net2,
-    init_gated_delta_product,
-    init_kimi_delta_attention,
-    init_lightning_attention,
-    init_mamba2_mixer,
-    init_rwkv7_attention,
-    kimi_delta_attention,
-    lightning_attention,
-    mamba2_mixer,
-    ragged_gated_delta_net,
-    ragged_gated_delta_net2,
-    ragged_gated_delta_product,
-    ragged_kimi_delta_attention,
-    ragged_lightning_attention,
-    ragged_mamba2_mixer,
-    ragged_rwkv7_attention,
-    rwkv7_attention,
-)
+from chunkwise import layers
 from chunkwise.shared.testing import conv_norm_oracle, definitions
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import law_reference
@@ -61,39 +31,28 @@ def without_values(function):
     return run
 
 
+def named(name: str, config: object, result=lambda function: function) -> Layer:
+    """Return the layer of this name."""
+    init, *runs = (getattr(layers, form + name) for form in ("init_", "", "ragged_"))
+    return Layer(config, init, *map(result, runs))
+
+
 LAYERS = {
-    "gated_delta_net": Layer(
-        GatedDeltaNetConfig(**SIZES, allow_neg_eigval=True),
-        init_gated_delta_net, gated_delta_net, ragged_gated_delta_net,
+    "gated_delta_net": named("gated_delta_net", layers.GatedDeltaNetConfig(**SIZES, allow_neg_eigval=True)),
+    "gated_delta_net2": named("gated_delta_net2", layers.GatedDeltaNet2Config(**SIZES, allow_neg_eigval=True)),
+    "kimi_delta_attention": named("kimi_delta_attention", layers.KimiDeltaAttentionConfig(**SIZES, R=6, W=3)),
+    "kimi_delta_attention_bounded": named(
+        "kimi_delta_attention", layers.KimiDeltaAttentionConfig(**SIZES, lower_bound=-3.0)
     ),
-    "gated_delta_net2": Layer(
-        GatedDeltaNet2Config(**SIZES, allow_neg_eigval=True),
-        init_gated_delta_net2, gated_delta_net2, ragged_gated_delta_net2,
+    "mamba2_mixer": named("mamba2_mixer", layers.Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6))),
+    "lightning_attention": named("lightning_attention", layers.LightningAttentionConfig(**SIZES, layer=1, layers=3)),
+    "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
+    "rwkv7_attention": named(
+        "rwkv7_attention",
+        layers.Rwkv7AttentionConfig(**SIZES | dict(H=4), R_decay=5, R_rate=6, R_gate=7),
+        without_values,
     ),
-    "kimi_delta_attention": Layer(
-        KimiDeltaAttentionConfig(**SIZES, R=6, W=3),
-        init_kimi_delta_attention, kimi_delta_attention, ragged_kimi_delta_attention,
-    ),
-    "kimi_delta_attention_bounded": Layer(
-        KimiDeltaAttentionConfig(**SIZES, lower_bound=-3.0),
-        init_kimi_delta_attention, kimi_delta_attention, ragged_kimi_delta_attention,
-    ),
-    "mamba2_mixer": Layer(
-        Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6)), init_mamba2_mixer, mamba2_mixer, ragged_mamba2_mixer
-    ),
-    "lightning_attention": Layer(
-        LightningAttentionConfig(**SIZES, layer=1, layers=3),
-        init_lightning_attention, lightning_attention, ragged_lightning_attention,
-    ),
-    "gated_delta_product": Layer(
-        GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True),
-        init_gated_delta_product, gated_delta_product, ragged_gated_delta_product,
-    ),
-    "rwkv7_attention": Layer(
-        Rwkv7AttentionConfig(**SIZES | dict(H=4), R_decay=5, R_rate=6, R_gate=7),
-        init_rwkv7_attention, without_values(rwkv7_attention), without_values(ragged_rwkv7_attention),
-    ),
-}  # fmt: skip
+}
 
 
 def silu(x):
@@ -109,15 +68,15 @@ def make(name: str, B=2, T=21, seed=0, dtype=np.float32):
     return rng.standard_normal((B, T, SIZES["D"])).astype(dtype), weights
 
 
-def make_cache(name: str, N: int, seed=1) -> Cache:
+def make_cache(name: str, N: int, seed=1) -> layers.Cache:
     """Return a random cache of N sequences."""
     config, rng = LAYERS[name].config, np.random.default_rng(seed)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     conv = tuple(normal(N, config.W - 1, channels) for channels in config.channels)
-    return Cache(conv, normal(N, config.HV, config.K, config.V))
+    return layers.Cache(conv, normal(N, config.HV, config.K, config.V))
 
 
-def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.ndarray, Cache]:
+def oracle(name: str, x, w, cache: layers.Cache | None = None, **packing) -> tuple[np.ndarray, layers.Cache]:
     """Return y and the cache after a layer, in float64."""
     c = LAYERS[name].config
     x, w = np.asarray(x, np.float64), jax.tree.map(lambda y: np.asarray(y, np.float64), w)
@@ -169,10 +128,10 @@ def oracle(name: str, x, w, cache: Cache | None = None, **packing) -> tuple[np.n
         slope = 2.0 ** (-8 * np.arange(1, c.HV + 1) / c.HV) * (1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5)
         o, state = reference(q, k, v, g_gamma=-slope, scale=1.0, **options)
         y = conv_norm_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
-    return y.reshape(*x.shape[:2], -1) @ w.out, Cache(tuple(conv), state)
+    return y.reshape(*x.shape[:2], -1) @ w.out, layers.Cache(tuple(conv), state)
 
 
-def convolve(projected: list, weights, cache: Cache | None, packing: dict, name: str | None = "silu"):
+def convolve(projected: list, weights, cache: layers.Cache | None, packing: dict, name: str | None = "silu"):
     """Return convolutions, and what a cache keeps of them."""
     before = (None,) * len(projected) if cache is None else cache.conv
     run = conv_norm_oracle.causal_conv1d
@@ -180,13 +139,13 @@ def convolve(projected: list, weights, cache: Cache | None, packing: dict, name:
     return [y for y, _ in pairs], tuple(last for _, last in pairs)
 
 
-def define(step, x: dict, cache: Cache | None, packing: dict, **options):
+def define(step, x: dict, cache: layers.Cache | None, packing: dict, **options):
     """Return the output and the states of an operator by its definition."""
     states = {} if cache is None else dict(initial_state=cache.state)
     return definitions.reference(step, x | states, **options, **packing)[:2]
 
 
-def gated_delta_product_oracle(c: GatedDeltaProductConfig, x, w, cache: Cache | None, packing: dict):
+def gated_delta_product_oracle(c: layers.GatedDeltaProductConfig, x, w, cache: layers.Cache | None, packing: dict):
     """Gated DeltaProduct: the n keys, values and step sizes of a token follow one another."""
     (B, T, _), n = x.shape, c.num_householder
     steps = lambda arrays, *size: np.stack(arrays, axis=2).reshape(B, T * n, *size)
@@ -204,10 +163,10 @@ def gated_delta_product_oracle(c: GatedDeltaProductConfig, x, w, cache: Cache | 
         use_qk_l2norm_in_kernel=True,
     )
     y = conv_norm_oracle.rms_norm_gated(o, (x @ w.z).reshape(o.shape), w.norm, eps=c.eps)
-    return y.reshape(B, T, -1) @ w.out, Cache(conv, state)
+    return y.reshape(B, T, -1) @ w.out, layers.Cache(conv, state)
 
 
-def rwkv7_oracle(c: Rwkv7AttentionConfig, x, w, cache: Cache | None, packing: dict, v_first=None):
+def rwkv7_oracle(c: layers.Rwkv7AttentionConfig, x, w, cache: layers.Cache | None, packing: dict, v_first=None):
     """RWKV-7, whose first layer takes no values of another."""
     (B, T, D), sigmoid = x.shape, lambda y: 1 / (1 + np.exp(-y))
     heads = lambda y: y.reshape(*y.shape[:-1], c.H, -1)
@@ -229,7 +188,7 @@ def rwkv7_oracle(c: Rwkv7AttentionConfig, x, w, cache: Cache | None, packing: di
     valid = np.zeros((B, T, 1))
     for each in conv_norm_oracle.sequences(B, T, **packing):
         valid[each.row, each.start : each.end] = 1
-    return y @ w.out * valid, Cache(conv, state)
+    return y @ w.out * valid, layers.Cache(conv, state)
 
 
 BY_COMPOSITION = {"gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle}

@@ -8,37 +8,27 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from chunkwise.layers import (
-    GatedDeltaNet2Config,
-    GatedDeltaNetConfig,
-    GatedDeltaProductConfig,
-    KimiDeltaAttentionConfig,
-    LightningAttentionConfig,
-    Mamba2Config,
-    Rwkv7AttentionConfig,
-    Step,
-    empty_cache,
-    shardings,
-)
+from chunkwise import layers
 from chunkwise.shared.testing.compare import assert_close
 from tests.layer_oracle import LAYERS as ANY
 from tests_e2e.mesh.meshes import MODES, P, collectives, make_mesh, normal
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
-LAYERS = {
-    "gated_delta_net": ANY["gated_delta_net"]._replace(config=GatedDeltaNetConfig(**SIZES | dict(H=2))),
-    "gated_delta_net2": ANY["gated_delta_net2"]._replace(config=GatedDeltaNet2Config(**SIZES | dict(H=2))),
-    "kimi_delta_attention": ANY["kimi_delta_attention"]._replace(config=KimiDeltaAttentionConfig(**SIZES, R=4)),
+CONFIGS = {
+    "gated_delta_net": layers.GatedDeltaNetConfig(**SIZES | dict(H=2)),
+    "gated_delta_net2": layers.GatedDeltaNet2Config(**SIZES | dict(H=2)),
+    "kimi_delta_attention": layers.KimiDeltaAttentionConfig(**SIZES, R=4),
     # One group: its norm is a mean over all devices of heads.
-    "mamba2_mixer": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=1))),
-    "mamba2_mixer_groups": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES)),
+    "mamba2_mixer": layers.Mamba2Config(**SIZES | dict(H=1)),
+    "mamba2_mixer_groups": layers.Mamba2Config(**SIZES),
     # A group for every two heads: four devices have half of one.
-    "mamba2_mixer_shared": ANY["mamba2_mixer"]._replace(config=Mamba2Config(**SIZES | dict(H=2))),
-    "lightning_attention": ANY["lightning_attention"]._replace(config=LightningAttentionConfig(**SIZES)),
-    "gated_delta_product": ANY["gated_delta_product"]._replace(config=GatedDeltaProductConfig(**SIZES | dict(H=2))),
-    "rwkv7_attention": ANY["rwkv7_attention"]._replace(
-        config=Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4)
-    ),
+    "mamba2_mixer_shared": layers.Mamba2Config(**SIZES | dict(H=2)),
+    "lightning_attention": layers.LightningAttentionConfig(**SIZES),
+    "gated_delta_product": layers.GatedDeltaProductConfig(**SIZES | dict(H=2)),
+    "rwkv7_attention": layers.Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4),
+}
+LAYERS = {
+    name: ANY["mamba2_mixer" if "mamba2" in name else name]._replace(config=config) for name, config in CONFIGS.items()
 }
 # Over devices of heads the last product of a layer is a sum, and so is the mean of a norm over all heads.
 SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, mamba2_mixer_shared=2, lightning_attention=2)
@@ -67,7 +57,7 @@ def inputs(layer, packing: str | None = None):
     weights = jax.jit(lambda: layer.init(jax.random.key(0), config))()
     if packing is None:
         return x, weights
-    empty = empty_cache(config, 4 if documents else 2)
+    empty = layers.empty_cache(config, 4 if documents else 2)
     return x, weights, jax.tree.map(lambda y: jax.random.normal(jax.random.key(y.size), y.shape), empty)
 
 
@@ -130,7 +120,7 @@ def test_rows_tokens_and_heads(name, packing, mode):
     arguments = inputs(layer, packing)
     # There is one row of documents, so its tokens get the devices of rows too.
     axes = dict(batch="a", tokens="b") if packing == "segments" else dict(tokens=("a", "b"))
-    on = shardings(layer.config, axes | dict(heads="c"), mesh)
+    on = layers.shardings(layer.config, axes | dict(heads="c"), mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
     specs = dict(segment_ids=P(*on.x[:2]), cu_seqlens=P())
     put = placed(mesh, (*arguments, packed), (on.x, on.weights, on.cache, {name: specs[name] for name in packed}))
@@ -179,7 +169,7 @@ def test_more_devices_than_key_heads(name, shared, mode):
     x, weights, cache = inputs(layer, "segments")
     # Each group has weights of the norm of its own.
     weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape), weights)
-    on = shardings(layer.config, {"heads": tuple(mesh.axis_names)}, mesh)
+    on = layers.shardings(layer.config, {"heads": tuple(mesh.axis_names)}, mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
     want = with_gradients(runner(layer))(x, weights, cache, {})
     put = placed(mesh, (x, weights, cache), (on.x, on.weights, on.cache))
@@ -196,7 +186,7 @@ def test_heads_send_one_sum(name, mode):
     x, weights = inputs(layer)
     mesh = make_mesh((4,), mode)
     # Four devices share value heads, which there are four of; fewer key heads are repeated.
-    on = shardings(layer.config, {"heads": "a"}, mesh)
+    on = layers.shardings(layer.config, {"heads": "a"}, mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
     put = placed(mesh, (x, weights), (on.x, on.weights))
     run = lambda x, weights: layer.run(x, weights, layer.config, sharding=sharding)[0]
@@ -213,10 +203,10 @@ def test_a_serving_step(name, mode):
     """The pool of a layer is divided by heads, and a step sends what a forward sends."""
     layer = LAYERS[name]
     x, weights = inputs(layer)
-    pool, mesh = empty_cache(layer.config, 5), make_mesh((4,), mode)
-    on = shardings(layer.config, {"heads": "a"}, mesh)
+    pool, mesh = layers.empty_cache(layer.config, 5), make_mesh((4,), mode)
+    on = layers.shardings(layer.config, {"heads": "a"}, mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
-    at = Step(np.array([0, 1, T], np.int32), np.array([3, 1], np.int32), np.array([False, False]), np.int32(1))
+    at = layers.Step(np.array([0, 1, T], np.int32), np.array([3, 1], np.int32), np.array([False, False]), np.int32(1))
 
     def step(x, weights, pool, at, sharding=None):
         return layer.ragged(x, weights, layer.config, pool, at, sharding=sharding)

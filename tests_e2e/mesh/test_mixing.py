@@ -82,8 +82,8 @@ def test_a_step_of_decodes(name, mode):
 
 @over_meshes
 def test_a_token_after_a_cache(name, mode):
-    """Rows are divided, too."""
-    config, *values = arrays(name, 2, 1, 2)
+    """Rows are divided, too: each device has two."""
+    config, *values = arrays(name, 4, 1, 4)
     mesh = make_mesh((2, 4), mode)
     on = layers.shardings(config, {"batch": "a", "heads": "b"}, mesh)
     sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None

@@ -15,7 +15,9 @@ CONFIGS = {
 }
 # The kernel is compared with float64 in `shared`, and layers over devices with those of one.
 THOROUGH = dict(
-    test_one_launch=lambda name: name != "kimi_delta_attention", test_one_launch_over_rings=True
+    test_one_launch=lambda name: name != "kimi_delta_attention", test_one_launch_over_rings=True,
+    # Decodes have gradients of their own, and layers too.
+    test_a_token_after_a_cache=True, test_drafts_in_slots=True,
 )  # fmt: skip
 SLOTS = jnp.array([3, -1, 0, 2], jnp.int32)
 
@@ -111,3 +113,29 @@ def drafts(ring):
 def test_drafts_are_one_launch(ring):
     run, pool, x = drafts(ring)
     assert "decode_layer_fwd" in str(jax.make_jaxpr(run, static_argnums=2)(pool, x, "fused"))
+
+
+def test_a_token_after_a_cache():
+    """Values and gradients of three rows; the gradient is that of the other form."""
+    config = CONFIGS["gated_delta_net"]
+    weights = layers.init_gated_delta_net(jax.random.key(0), config)
+    x, cache = jax.random.normal(jax.random.key(1), (3, 1, config.D)), layers.empty_cache(config, 3)
+    cache = jax.tree.map(lambda y: 0.3 * jax.random.normal(jax.random.key(2), y.shape, y.dtype), cache)
+
+    def loss(arrays, implementation):
+        x, weights, cache = arrays
+        got = layers.gated_delta_net(x, weights, config, cache, output_cache=True, implementation=implementation)
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(got)), got
+
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    got, want = (run((x, weights, cache), each) for each in ("fused", "xla"))
+    for have, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("gradient or value", have, other, 1e-5)
+
+
+def test_drafts_in_slots():
+    """A state and inputs of the convolutions after every token, each in a slot; the second starts from its second."""
+    run, pool, x = drafts(ring=False)
+    got, want = (jax.jit(run, static_argnums=2)(pool, x, each) for each in ("fused", "xla"))
+    for have, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("y or pool", have, other, 1e-5)

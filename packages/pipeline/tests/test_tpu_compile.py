@@ -1,5 +1,6 @@
 """The staged chain compiles for real TPUs, and across several of them."""
 
+import functools
 import math
 import re
 
@@ -9,9 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise import pipeline
+from chunkwise.delta_product import chunk_gated_delta_product
+from chunkwise.dplr import chunk_dplr_delta_rule
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing import inputs, tpu
 
 pytestmark = pytest.mark.tpu
 
@@ -40,6 +43,31 @@ def chain(q, k, v, g, beta, cu_seqlens):
     return chunk_gated_delta_rule(
         q, k, v, g, beta, cu_seqlens=cu_seqlens, output_final_state=True, implementation="staged"
     )
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("name", "n"), [*(("gated_delta_product", n) for n in (2, 3, 4)), ("dplr_delta_rule", 2)])
+def test_operators_of_several_tokens_compile(name, n, chip):
+    """Forward and backward, at the shapes of the operators that run another one over several tokens for each."""
+    spec = functools.partial(inputs.spec, dtype=jnp.bfloat16)
+    if name == "dplr_delta_rule":
+        operator = functools.partial(chunk_dplr_delta_rule, min_gate=-0.61)
+        x = dict.fromkeys(("q", "k", "v", "a", "b"), spec(1, 96, 2, 64)) | dict(gk=inputs.spec(1, 96, 2, 64))
+    else:
+        operator = functools.partial(chunk_gated_delta_product, num_householder=n)
+        k, v, beta = spec(1, 96 * n, 1, 128), spec(1, 96 * n, 2, 128), inputs.spec(1, 96 * n, 2)
+        x = dict(q=spec(1, 96, 1, 128), k=k, v=v, beta=beta, g=inputs.spec(1, 96, 2))
+
+    def run(x, cu_seqlens):
+        def loss(x):
+            o, state = operator(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused")
+            return o.astype(jnp.float32).sum() + state.sum(), o
+
+        return jax.grad(loss, has_aux=True)(x)
+
+    text = tpu.compile_for(run, x, inputs.spec(4, dtype=jnp.int32), chip=chip).as_text()
+    kernel = "gated_delta_rule" if name == "gated_delta_product" else name
+    assert all(f"chunk_{kernel}_{part}_c64" in text for part in ("fwd", "bwd"))
 
 
 @pytest.mark.parametrize("name", ["chunk_kda", "recurrent_kda"])
