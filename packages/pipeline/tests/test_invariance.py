@@ -1,5 +1,7 @@
 """A result does not depend on how a sequence is cut, batched or packed."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,8 @@ THOROUGH = dict(
         operator.name != "chunk_kda" or implementation != "fused"
     ),
     test_no_leak_between_sequences=lambda states: states,
+    # A step has the same bits beside others, through the same stages.
+    test_staged_has_the_same_bits_alone_and_packed=True,
     test_plain_jax_with_states_has_the_same_bits_alone_and_packed=lambda operator: "gated" not in operator.name,
     test_a_step_has_the_same_bits_beside_others=lambda implementation: implementation == "xla",
 )
@@ -40,6 +44,33 @@ def test_no_leak_between_sequences(implementation, states):
     assert not np.array_equal(before[:, 20:53], after[:, 20:53])
     # Aligned chunks multiply rows of other sequences too, by an exact zero.
     np.testing.assert_array_equal(before[:, others], after[:, others])
+
+
+@pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
+def test_staged_has_the_same_bits_alone_and_packed(operator):
+    """Outputs, states and gradients: chunks of a sequence begin where it begins, and see nothing of its neighbours."""
+    cuts = [0, 13, 40]
+    x = operator_inputs(operator, 1, 40, 1, 2, 16, 24, num_states=2)
+    constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
+    start, do = x.pop("initial_state"), jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).reshape(x["v"].shape)
+    options = {"implementation": "staged", "chunk_size": 16, "output_final_state": True}
+
+    @jax.jit
+    def run(x, start, do, cu_seqlens=None):
+        def loss(x, start):
+            o, state = operator.function(**x, **constant, initial_state=start, cu_seqlens=cu_seqlens, **options)
+            return jnp.sum(do * o) + jnp.sum(jnp.sin(state)), (o, state)
+
+        gradients, (o, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(x, start)
+        return gradients[0] | {"o": o}, {"state": state, "dstart": gradients[1]}
+
+    tokens, states = run(x, start, do, jnp.array(cuts, jnp.int32))
+    for n, (first, end) in enumerate(itertools.pairwise(cuts)):
+        alone = run(cut(x, first, end), start[n : n + 1], do[:, first:end])
+        for name, y in alone[0].items():
+            np.testing.assert_array_equal(y, tokens[name][:, first:end], err_msg=name)
+        for name, y in alone[1].items():
+            np.testing.assert_array_equal(y, states[name][n : n + 1], err_msg=name)
 
 
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)

@@ -16,6 +16,8 @@ all_types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 PACKED = jnp.array([0, 1, 1, 36, 69, 69, 133, 140], jnp.int32)  # 1 token, empty ones, tails, 7 tokens of padding
 THOROUGH = dict(
     test_nothing_is_forgotten=True,
+    # The packages test their stages at such sizes.
+    test_heads_and_dimensions=True,
     # Plain JAX has no blocks and no lanes for a size to fit into.
     test_lengths_and_chunk_sizes=lambda implementation, T: implementation == "xla" or T != 1,
     # The package of the fused kernel has a pack in plain JAX.
@@ -32,6 +34,12 @@ def compare(inputs, operator=chunk_gated_delta_rule, **options):
 @all_implementations
 def test_lengths_and_chunk_sizes(implementation, T, chunk_size):
     compare(make_inputs(2, T, 2, 2, 16, 16, num_states=2), implementation=implementation, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize(("H", "HV", "K", "V"), [(1, 2, 1, 60), (1, 2, 100, 1), (1, 2, 256, 128), (2, 6, 16, 16)])
+@all_implementations
+def test_heads_and_dimensions(implementation, H, HV, K, V):
+    compare(make_inputs(1, 70, H, HV, K, V, num_states=1), implementation=implementation)
 
 
 @all_types
