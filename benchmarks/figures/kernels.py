@@ -35,6 +35,7 @@ MODELS = {
     "qwen3-next-80b-tp8": "the same on one of eight devices, H = 2, HV = 4",
     "qwen3.5-397b-tp8": "Qwen3.5 on one of eight devices, H = 2, HV = 8",
     "kimi-linear-48b": "Kimi-Linear: KDA, H = 32",
+    "kimi-linear-48b-tp8": "the same on one of eight devices, H = 4",
     "minimax-text-01": "MiniMax: simple GLA, H = 64",
     "gla": "GLA, H = 16",
 }
