@@ -272,11 +272,6 @@ class Definition(Generic[Config, Weights]):
 
         return self._named("save_", save, Save.__call__, self.save.__doc__)
 
-    @property
-    def of_weights(self) -> tuple[Init[Config, Weights], Load[Config, Weights], Save[Config, Weights]]:
-        """The functions that make weights, read them out of a checkpoint, and return them for one."""
-        return self.random_weights, self.loaded_weights, self.saved_weights
-
     def _handed(self, function: Callable, others: dict[str, Any]) -> dict[str, Any]:
         """Return the argument that layers hand on; raise TypeError for arguments that a function does not have."""
         handed = {} if self.hands_on is None else {self.hands_on: others.pop(self.hands_on, None)}
