@@ -257,6 +257,8 @@ class TransformTests(OfStage):
     """Under jit, vmap, remat, export, shard_map, 64 bits and strict promotion."""
 
     THOROUGH: ClassVar = dict(
+        # The pipeline runs the chain of all stages in these modes.
+        test_64_bits_and_strict_promotion=True,
         # vmap adds a dimension to the grid of a kernel; the others change nothing in it.
         test_transform=lambda implementation, transform: implementation == "xla" or transform != "vmap",
     )
@@ -267,6 +269,19 @@ class TransformTests(OfStage):
         shared, run = self.stage.shared, self.stage.run(implementation)
         x = {name: y for name, y in self.stage.arrays(small(B=2)).items() if name not in shared}
         transforms.assert_transform(transform, lambda x: run(x | shared), (x,))
+
+    @both
+    def test_64_bits_and_strict_promotion(self, implementation):
+        case = small(lengths=(1, 0, 17))
+        x = self.stage.arrays(case, padding=1.0)
+        run = self.stage.run(implementation, cu_seqlens=case.cu_seqlens)
+        gradient = jax.jit(jax.grad(lambda x: _total(run(x))))
+        want = gradient(x)
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            got = gradient(x)
+        for name, d in got.items():
+            assert d.dtype == jnp.float32, f"d{name} is {d.dtype}"
+            compare.assert_close(f"d{name}", d, want[name], 1e-6)
 
     def test_forward_mode(self):
         """Plain JAX has one; that of a kernel is a sentence with the name of the function."""
@@ -298,6 +313,16 @@ class TransformTests(OfStage):
 
 class PackTests(OfStage):
     """Boundaries of packed sequences: traced ones, and wrong ones."""
+
+    # The pipeline has new boundaries of the chain of all stages.
+    THOROUGH: ClassVar = dict(test_boundaries_are_traced=True)
+
+    @both
+    def test_boundaries_are_traced(self, implementation):
+        x = self.stage.arrays(small(lengths=(1, 0, 19)))
+        batches = [(x, inputs.boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
+        run = lambda x, cu_seqlens: self.stage.run(implementation, cu_seqlens=cu_seqlens)(x)
+        transforms.assert_traced_once(run, *batches)
 
     @pytest.mark.parametrize(
         ("B", "cu_seqlens", "message"),
