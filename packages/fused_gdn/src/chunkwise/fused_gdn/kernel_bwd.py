@@ -7,14 +7,14 @@ states, were not finite.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import cost, loads, tile, tile_bwd
-from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, nonfinite, packed, schedule, tiles
+from chunkwise.shared.kernels import chunk_loop, layout, matmul, nonfinite, packed, schedule, tiles
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 
@@ -111,10 +111,8 @@ def store(
     layout.store_rows(refs.dbeta, slice(None), dbeta, stored, at)
 
 
-def launch(
-    x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Callable = _bwd_kernel
-) -> dict[str, jax.Array]:
-    """Run the reverse kernel.
+def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Callable = _bwd_kernel) -> dict[str, Any]:
+    """Return the launch of the reverse kernel, the arguments of `launcher.launch`.
 
     Args:
       x: operands; v and the initial states are not read. Without h and v_new_over_beta, dh0 must be the only output.
@@ -123,17 +121,18 @@ def launch(
       body: the body of the kernel, called with the Refs, the static description and the heads of a grid step.
 
     Returns:
-      A dict of these outputs: dq, dk and dv, laid out and typed as q, k and v; dg and dbeta, float32, laid out as g;
-      and dh0 [N, HV, K, V] float32, the gradient of the initial states, undefined for empty sequences.
+      The arguments. The launch gives a dict of these outputs: dq, dk and dv, laid out and typed as q, k and v; dg and
+      dbeta, float32, laid out as g; and dh0 [N, HV, K, V] float32, the gradient of the initial states, undefined for
+      empty sequences.
     """
     HV, s, of_tokens = static.HV, loads.heads_of(static, static.config.heads_bwd), "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
     key, value, gate = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V), cut.values(s.heads)
     state = cut.state(s.heads, s.K, s.V)
     estimate = cost.cost if of_tokens else cost.states_cost
-    return launcher.launch(
-        functools.partial(body, static=static, s=s),
-        GdnBwdRefs,
+    return dict(
+        body=functools.partial(body, static=static, s=s),
+        refs=GdnBwdRefs,
         name=f"chunk_gated_delta_rule_{'bwd' if of_tokens else 'bwd_state'}_c{s.C}",
         grid=(static.B, HV // s.heads, static.steps),
         tables={"table": x.table},

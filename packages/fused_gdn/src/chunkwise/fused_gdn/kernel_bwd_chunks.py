@@ -9,7 +9,7 @@ Every row of the batch is one sequence here.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,11 @@ def step_chunks(static: FusedStatic) -> int:
     return -(-static.steps // -(-static.steps // static.config.chunks))
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the backward; the arguments and the result are as in `kernel_bwd.launch`, for what `takes` says."""
+def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
     chunks = step_chunks(static)
     static = dataclasses.replace(static, chunks=chunks, steps=-(-static.steps // chunks))
-    return kernel_bwd.launch(x, static, outputs, _kernel)
+    return kernel_bwd.plan(x, static, outputs, _kernel)
 
 
 def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:

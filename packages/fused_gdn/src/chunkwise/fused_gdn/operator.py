@@ -78,8 +78,8 @@ def launch_forward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -
 
 def launch_backward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the backward, by several chunks a grid step where there are few heads."""
-    run = kernel_bwd_chunks if kernel_bwd_chunks.takes(x, static) else kernel_bwd
-    return run.launch(x, static, outputs)
+    plan = kernel_bwd_chunks.plan if kernel_bwd_chunks.takes(x, static) else kernel_bwd.plan
+    return launcher.launch(**plan(x, static, outputs))
 
 
 KERNELS = fused.Kernels(

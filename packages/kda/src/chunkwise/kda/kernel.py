@@ -45,7 +45,6 @@ from chunkwise.shared import tuning
 from chunkwise.shared.kernels import (
     chunk_loop,
     inverse,
-    launcher,
     layout,
     matmul,
     packed,
@@ -347,10 +346,10 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
     return scratch
 
 
-def launch(
+def plan(
     x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str, body: Callable = _fwd_kernel
-) -> dict[str, jax.Array]:
-    """Run the forward, or the part of it that makes these outputs.
+) -> dict[str, Any]:
+    """Return the launch of the forward, or of the part that makes these outputs: the arguments of `launcher.launch`.
 
     Without the output o no query reads the state, and the initial states may have more channels than v. The values of
     these channels are zeros, which no array holds.
@@ -363,10 +362,10 @@ def launch(
       body: the body of the kernel, called with the Refs and the static description.
 
     Returns:
-      A dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states [N, HV, V, K] float32; h, the
-      states before every step [B, steps, HV, V, K] in the type of products; in float32, v_new_over_beta laid out as v,
-      packed A_inv [B, steps, HV / p, C, p C], and packed scores of queries above scores of keys
-      [B, steps, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
+      The arguments. The launch gives a dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states
+      [N, HV, V, K] float32; h, the states before every step [B, steps, HV, V, K] in the type of products; in float32,
+      v_new_over_beta laid out as v, packed A_inv [B, steps, HV / p, C, p C], and packed scores of queries above scores
+      of keys [B, steps, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
     B, HV, C, K, V, heads = static.B, static.HV, static.C, static.K, static.V, static.config.heads
     steps, NT = static.steps, static.steps if static.varlen else -(-static.T // C)
@@ -390,9 +389,9 @@ def launch(
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
-    return launcher.launch(
-        functools.partial(body, static=static),
-        KdaFwdRefs,
+    return dict(
+        body=functools.partial(body, static=static),
+        refs=KdaFwdRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
         grid=(B, HV // heads, steps + 1),

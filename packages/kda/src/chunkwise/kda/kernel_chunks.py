@@ -12,7 +12,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -32,11 +31,11 @@ def step_chunks(static: KdaStatic) -> int:
     return min(static.config.chunks, static.steps // 4)
 
 
-def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, jax.Array]:
-    """Run the forward; the arguments and the result are as in `kernel.launch`, for what `takes` says."""
+def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
+    """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
     chunks = step_chunks(static)
     static = dataclasses.replace(static, chunks=chunks, steps=-(-static.steps // chunks))
-    return kernel.launch(x, static, outputs, operator, _kernel)
+    return kernel.plan(x, static, outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:

@@ -12,7 +12,7 @@ from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 
@@ -100,8 +100,8 @@ def launch_forward(
     x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda"
 ) -> dict[str, jax.Array]:
     """Run the forward of an operator, by several chunks a grid step where there are few heads."""
-    run = kernel_chunks if kernel_chunks.takes(x, static) else kernel
-    return run.launch(x, static, outputs, operator)
+    plan = kernel_chunks.plan if kernel_chunks.takes(x, static) else kernel.plan
+    return launcher.launch(**plan(x, static, outputs, operator))
 
 
 KERNELS = fused.Kernels(
