@@ -7,7 +7,6 @@ them. Both are computed for a group of chunks at once, as if they were more head
 Every row of the batch is one sequence here.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -60,9 +59,7 @@ def step_chunks(static: FusedStatic) -> int:
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    chunks = step_chunks(static)
-    static = dataclasses.replace(static, chunks=chunks, steps=-(-static.steps // chunks))
-    return kernel_bwd.plan(x, static, outputs, _kernel)
+    return kernel_bwd.plan(x, static.in_steps_of(step_chunks(static)), outputs, _kernel)
 
 
 def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:

@@ -16,7 +16,6 @@ stages, without P and L. Where an earlier launch has made A_inv, the first stage
 Every row of the batch is one sequence here, and its states do not lie in a pool.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -72,12 +71,7 @@ class GdnChunksRefs(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and x.pool is None and step_chunks(static) > 1
-
-
-def step_chunks(static: FusedStatic) -> int:
-    """Return the chunks of a grid step: a quarter of a row at most, because the stages fill and empty once a row."""
-    return min(static.config.chunks, static.steps // 4)
+    return not static.varlen and x.owner is None and x.pool is None and chunk_loop.most_chunks(static) > 1
 
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
@@ -249,8 +243,8 @@ def _store(refs: GdnChunksRefs, values: dict[str, Any], at: Any = ...) -> None:
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
     B, HV, NT, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
-    chunks = step_chunks(static)
-    static = dataclasses.replace(static, chunks=chunks, steps=-(-NT // chunks))
+    chunks = chunk_loop.most_chunks(static)
+    static = static.in_steps_of(chunks)
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
     count = 1 + inverts + passes
     first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))

@@ -7,7 +7,6 @@ by one. The functions of `kernel` run on the Refs of one chunk.
 Every row of the batch is one sequence here, and its states do not lie in a pool.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -23,19 +22,12 @@ from chunkwise.shared.kernels import chunk_loop, inverse, packed, schedule
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
     plain = not static.varlen and x.owner is None and x.pool is None and x.A_inv is None
-    return plain and step_chunks(static) > 1
-
-
-def step_chunks(static: KdaStatic) -> int:
-    """Return the chunks of a grid step: a quarter of a row at most, because the stages fill and empty once a row."""
-    return min(static.config.chunks, static.steps // 4)
+    return plain and chunk_loop.most_chunks(static) > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
-    chunks = step_chunks(static)
-    static = dataclasses.replace(static, chunks=chunks, steps=-(-static.steps // chunks))
-    return kernel.plan(x, static, outputs, operator, _kernel)
+    return kernel.plan(x, static.in_steps_of(chunk_loop.most_chunks(static)), outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:

@@ -100,6 +100,11 @@ def chunks_of(step: chunk_steps.ChunkStep, static: FusedStatic) -> list[StageChu
     return [stage_chunk(step.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
 
 
+def most_chunks(static: FusedStatic) -> int:
+    """Return the chunks of a step of a forward: a quarter of a row at most, as its stages fill and empty once a row."""
+    return min(static.config.chunks, static.steps // 4)
+
+
 def step_of(grid_step, stage: int, stages: int, steps: int):
     """Return the step that a stage of a pipeline works on: stage 0 had it `stage` grid steps earlier.
 

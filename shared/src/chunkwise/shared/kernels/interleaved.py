@@ -109,6 +109,11 @@ class InLanes:
         return InLanes(y.reshape(self.rows.shape), self.n)
 
     @property
+    def first(self) -> Any:
+        """The array that has the tokens."""
+        return self.rows
+
+    @property
     def parts(self) -> tuple[Any, ...]:
         """The array of every kind of token: a launch takes other lanes of it for each."""
         return (self.rows,) * self.n
@@ -159,7 +164,7 @@ def _divided(y: Any) -> bool:
 
 def first(y: Any) -> Any:
     """Return an array that has the tokens of the first kind, or an array as it is."""
-    return next(part for part in y.parts if part is not None) if isinstance(y, KINDS) else y
+    return y.first if isinstance(y, KINDS) else y
 
 
 def kinds(y: Any) -> int:

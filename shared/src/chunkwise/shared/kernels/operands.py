@@ -1,7 +1,7 @@
 """The operands of the launches of all fused operators, and the static description of a launch, with the same names."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -113,6 +113,10 @@ class FusedStatic:
     def key_blocks(self, heads: int) -> tuple[int, int]:
         """Return the key heads of a block of value heads, and how many blocks share a key head."""
         return max(heads // self.group, 1), max(self.group // heads, 1)
+
+    def in_steps_of(self, chunks: int) -> Self:
+        """Return the description of a launch whose steps have so many chunks, where those of this one have one."""
+        return dataclasses.replace(self, chunks=chunks, steps=-(-self.steps // chunks))
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on, by name."""
