@@ -1,10 +1,12 @@
 """The command line, `python -m benchmarks`: `--help` lists its commands."""
 
 import argparse
+import functools
 import json
 import platform
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -14,13 +16,12 @@ from rich.console import Console
 from benchmarks import (
     accuracy,
     bench,
-    composed,
     decode_mixer,
     figures,
     gpu,
     gpu_compiler,
+    jaxbench,
     operators,
-    order,
     plots,
     production,
     scale,
@@ -29,9 +30,8 @@ from benchmarks import (
     tpu,
     tpu_peers,
 )
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, COMPOSED
 from benchmarks.mixer import MIXERS
-from benchmarks.saved import merged
 from chunkwise import pipeline
 from chunkwise.command import info
 from chunkwise.command.models import Layer
@@ -40,7 +40,11 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"version", "source", "split", "topology", "scan", "collectives", "mixture", "kernel", "order", "program"}
+TEXT |= {"task", "version", "source", "split", "topology", "scan", "collectives", "mixture", "program"}
+# The fields that identify a row.
+NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip", "sweep", "operator", "form")
+NAMES += ("point", "split", "topology", "scan", "mixture", "task", "program")
+SWEEPS = {"gate": "gate strength", "keys": "repeated keys"}
 # The file in which `gpu` saves the rows of all programs.
 GPU_RESULT = Path(__file__).parent.parent / "docs/data/gpu-h100.json"
 
@@ -61,11 +65,11 @@ def parse(arguments=None) -> argparse.Namespace:
     timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     timed.add_argument("--repeats", type=int, default=7)
     one = commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside peers")
-    add_cases(one, CASES | MIXERS)
+    add_cases(one, CASES)
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("tpu", parents=[sizes, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    add_cases(one, CASES | MIXERS | composed.CASES)
+    add_cases(one, CASES | MIXERS | COMPOSED)
     one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
@@ -98,15 +102,11 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("production", parents=[saved], help="errors on inputs that broke others")
     one.add_argument("--case", action="append", choices=list(production.REPORTS), help="may be repeated")
-    one = commands.add_parser("order", parents=[saved], help="search the order of products in a kernel")
-    one.add_argument("--kernel", action="append", choices=list(order.KERNELS), help="may be repeated")
-    one.add_argument("--chip", action="append", choices=list(CHIPS))
-    one.add_argument("--tokens", type=int, default=1024)
-    one.add_argument("--tries", type=int, default=50, help="orders beside the one to begin with")
-    one.add_argument("--write", action="store_true", help="store the order that is found in the package")
-    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
+    one = commands.add_parser("jaxbench", parents=[saved], help="our programs for JAXBench: its check, and estimates")
+    one.add_argument("checkout", type=Path, help="a folder of AI-Hypercomputer/accelerator-agents")
+    one.add_argument("--timeout", type=float, default=900, help="seconds for one compilation")
     one = commands.add_parser("accuracy", parents=[saved], help="errors against gate strength and repeated keys")
-    one.add_argument("sweep", choices=["gate", "keys"])
+    one.add_argument("sweep", choices=list(SWEEPS))
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
@@ -115,11 +115,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one = commands.add_parser("plot", help="a PNG of a saved result")
     one.add_argument("result", type=Path)
     one.add_argument("output", type=Path)
-    options = parser.parse_args(arguments)
-    mixers = sorted(MIXERS.keys() & set(getattr(options, "case", None) or ()))
-    if mixers and options.command == "time" and options.devices > 1:
-        parser.error(f"`--devices` splits the heads of an operator; got {mixers[0]}.")
-    return options
+    return parser.parse_args(arguments)
 
 
 def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
@@ -130,98 +126,69 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | MIXERS | composed.CASES)[name]
+        case = (CASES | MIXERS | COMPOSED)[name]
         for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
             yield name, case, T, label
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple]:
-    """Yield (description of a job, function that returns its rows) for a command."""
+    """Yield (description of a job, label of its rows, function that returns its rows) for a command."""
     default = ["xla"] if jax.default_backend() != "tpu" else ["xla", "staged", "fused"]
+    # Functions that return several rows, and one row.
+    several, one = functools.partial, lambda run, *args: lambda: [run(*args)]
     if options.command == "time":
-        dtype = jnp.dtype(options.dtype)
+        more = jnp.dtype(options.dtype), options.implementation or default, options.backward, options.repeats
         for name, case, T, label in shapes(options):
-            run = lambda case=case, T=T: operators.measure(
-                case, T, dtype, options.implementation or default, options.backward, options.repeats, options.devices
-            )
+            run = several(operators.measure, case, T, *more, options.devices)
             yield f"{name}, T = {T}", label | {"dtype": options.dtype, "devices": options.devices}, run
     elif options.command == "tpu":
-        for name, case, T, label in shapes(options):
-            for implementation in options.implementation or ["fused", *tpu_peers.installed()]:
-                for chip in options.chip or list(CHIPS):
-                    if tpu.can_run(case, implementation, options.backward):
-                        run = lambda a=(case, implementation, chip, T, options.backward): [
-                            tpu.measure(*a, options.profile, options.timeout)
-                        ]
-                        yield (
-                            f"{name}, {implementation}, {chip}",
-                            label | {"implementation": implementation, "chip": chip},
-                            run,
-                        )
+        implementations = options.implementation or ["fused", *tpu_peers.installed()]
+        for (name, case, T, label), x, chip in product(shapes(options), implementations, options.chip or CHIPS):
+            if tpu.can_run(case, x, options.backward):
+                run = one(tpu.measure, case, x, chip, T, options.backward, options.profile, options.timeout)
+                yield f"{name}, {x}, {chip}", label | {"implementation": x, "chip": chip}, run
     elif options.command == "gpu":
         for name in options.program or gpu.PROGRAMS:
             program = gpu.PROGRAMS[name]
             label = {"program": name, "operator": program.layer.operator, "pass": program.kind, "T": program.T}
-            yield name, label | {"HV": program.layer.HV}, lambda program=program: [gpu.measure(program)]
+            yield name, label | {"HV": program.layer.HV}, one(gpu.measure, program)
     elif options.command == "scale":
-        yield from scale_jobs(options, options.implementation)
+        more = options.total, options.backward, options.profile, options.timeout
+        for (name, case, T, label), topology, x in product(
+            shapes(options), options.topology, options.implementation or ["fused"]
+        ):
+            run = several(scale.measure, case, x, topology, T, *more)
+            yield f"{name}, {topology}", label | {"implementation": x, "topology": topology}, run
     elif options.command == "step":
-        yield from step_jobs(options, options.implementation or default)
-    elif options.command == "decodes":
-        for case in options.case or decode_mixer.MIXERS:
-            for mixture in options.mixture or decode_mixer.mixtures(case):
-                for chip in options.chip or CHIPS:
-                    about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
-                    label = {"case": case, "mixture": mixture, "chip": chip}
-                    yield f"{case}, {mixture}, {chip}", label, lambda a=about: [decode_mixer.estimate(*a)]
-    elif options.command == "bench":
-        for sequences, T in bench.PUBLISHED_MS:
-            label = {"sequences": sequences, "T": T}
-            yield f"{sequences} x {T}", label, lambda a=(sequences, T): bench.measure(*a, options.timeout)
-    elif options.command == "production":
-        for name in options.case or production.REPORTS:
-            yield name, {"case": name}, lambda name=name: production.measure(name)
-    elif options.command == "order":
-        for name in options.kernel or order.KERNELS:
-            for chip in options.chip or ["v6e"]:
-                run = lambda a=(name, chip, options.tokens, options.tries, options.timeout, options.write): order.rows(
-                    *a
-                )
-                yield f"{name}, {chip}", {}, run
-    else:
-        sweep = {"gate": "gate strength", "keys": "repeated keys"}[options.sweep]
-        some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]
-        for operator in options.operator or some:
-            run = lambda operator=operator: accuracy.measure(
-                operator, sweep, options.implementation or ["xla", "fused"], options.tokens
-            )
-            yield operator, {}, run
-
-
-def scale_jobs(options: argparse.Namespace, implementations: list[str] | None) -> Iterator[tuple]:
-    """Yield the jobs of `scale`."""
-    for name, case, T, label in shapes(options):
-        for topology in options.topology:
-            for implementation in implementations or ["fused"]:
-                run = lambda a=(case, implementation, topology, T, options.total): scale.measure(
-                    *a, options.backward, options.profile, options.timeout
-                )
-                yield f"{name}, {topology}", label | {"implementation": implementation, "topology": topology}, run
-
-
-def step_jobs(options: argparse.Namespace, implementations: list[str]) -> Iterator[tuple]:
-    """Yield the jobs of `step`: for chips if some are given, otherwise on this machine."""
-    dtype = jnp.dtype(options.dtype)
-    for case in options.case or ["qwen3-next-80b"]:
-        for name in options.mixture or step.MIXTURES:
+        more = jnp.dtype(options.dtype), options.implementation or default, options.repeats
+        for case, name in product(options.case or ["qwen3-next-80b"], options.mixture or step.MIXTURES):
             about, label = (CASES[case], step.MIXTURES[name]), {"case": case, "mixture": name}
             if not options.chip:
-                run = lambda a=about: step.measure(*a, dtype, implementations, options.repeats)
-                yield f"{case}, {name}", label | {"dtype": options.dtype}, run
+                yield f"{case}, {name}", label | {"dtype": options.dtype}, several(step.measure, *about, *more)
             for chip in options.chip or ():
-                run = lambda a=about, chip=chip: [step.estimate(*a, chip, options.timeout)]
+                run = one(step.estimate, *about, chip, options.timeout)
                 yield f"{case}, {name}, {chip}", label | {"chip": chip}, run
+    elif options.command == "decodes":
+        for case, chip in product(options.case or decode_mixer.MIXERS, options.chip or CHIPS):
+            for mixture in options.mixture or decode_mixer.mixtures(case):
+                about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
+                label = {"case": case, "mixture": mixture, "chip": chip}
+                yield f"{case}, {mixture}, {chip}", label, one(decode_mixer.estimate, *about)
+    elif options.command == "bench":
+        for sequences, T in bench.PUBLISHED_MS:
+            run = several(bench.measure, sequences, T, options.timeout)
+            yield f"{sequences} x {T}", {"sequences": sequences, "T": T}, run
+    elif options.command == "production":
+        for name in options.case or production.REPORTS:
+            yield name, {"case": name}, several(production.measure, name)
+    elif options.command == "jaxbench":
+        yield "tasks", {}, several(jaxbench.measure, options.checkout, options.timeout)
+    else:
+        sweep, more = SWEEPS[options.sweep], (options.implementation or ["xla", "fused"], options.tokens)
+        some = [x for x in accuracy.NAMES if options.sweep == "gate" or OPERATORS[f"chunk_{x}"].delta]
+        for operator in options.operator or some:
+            yield operator, {}, several(accuracy.measure, operator, sweep, *more)
 
 
 def show(rows: list[dict], console: Console) -> None:
@@ -253,7 +220,9 @@ def save(options: argparse.Namespace, rows: list[dict]) -> None:
         others = {key: value for key, value in earlier.items() if key != "rows" and value != about.get(key)}
         if others:
             raise ValueError(f"`--keep` adds to a result of the same kind; got {others} for {about}.")
-        rows = merged(rows, earlier["rows"])
+        name = lambda row: tuple(row.get(key) for key in NAMES)
+        new = {name(row) for row in rows}
+        rows = [row for row in earlier["rows"] if name(row) not in new] + rows
     options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

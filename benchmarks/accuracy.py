@@ -92,12 +92,12 @@ def forms(operator: str, sweep: str, implementations) -> dict:
     }
 
 
-def measure(operator: str, sweep: str, implementations, T: int = 256, K: int = 128, points=None) -> list[dict]:
+def measure(operator: str, sweep: str, implementations, T: int = 256, K: int = 128) -> list[dict]:
     """Return a row for every form, type and point of a sweep: "gate strength" or "repeated keys"."""
     strengths = sweep == "gate strength"
     rows, programs = [], {name: jax.jit(fn) for name, fn in forms(operator, sweep, implementations).items()}
     for dtype in (jnp.float32, jnp.bfloat16):
-        for point in points or (STRENGTHS if strengths else REPEATED):
+        for point in STRENGTHS if strengths else REPEATED:
             options = (point, 0.0, None) if strengths else (0.01, point, 1.0)
             x = inputs(operator, *options, dtype, T, K)
             expected = reference(**x)[0]

@@ -16,12 +16,6 @@ from chunkwise.shared.chips import CHIPS
 
 # Points of kernels that no package index has, with the same columns.
 COPIED = Path(__file__).parents[1] / "docs/data/calibrate-copied.json"
-# Published times that are not compared, with the reason.
-LEFT_OUT = {
-    "tokamax's backward": "its loops turn as often as its boundaries say, which the compiler does not know",
-    "tpu-inference": "it publishes times of serving steps, of which the same holds",
-    "flywheel-tpu": "the same holds for it, and its own times are in a picture",
-}
 
 
 class Fit(NamedTuple):

@@ -7,7 +7,7 @@ assembler. Call `setup()` before the first computation of the process.
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,7 +129,7 @@ def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
     """Return the operations of all computations by name, and the name of the first one that runs."""
     found: dict[str, list[Operation]] = {}
     current, entry = "", ""
-    for line in _without_comments(text):
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             current = head[2]
             entry = current if head[1] else entry
@@ -137,7 +137,3 @@ def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
         elif operation := re.match(r"\s+(?:ROOT )?%?[\w.\-#]+ = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
             found[current].append(Operation(operation[1], operation[2]))
     return found, entry
-
-
-def _without_comments(text: str) -> Iterator[str]:
-    return (re.sub(r"/\*.*?\*/", "", line) for line in text.splitlines())

@@ -5,16 +5,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from chunkwise.causal_conv1d import causal_conv1d
 from chunkwise.causal_conv1d.cost import cost as convolution_cost
 from chunkwise.command.models import Layer
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.norm_gated.cost import cost as norm_cost
-from chunkwise.shared.testing import conv_norm_oracle
-from chunkwise.shared.testing.oracle import reference
-from tests.laws import law_reference
 
 _WIDTH = 4
 # By the name of a mixer's implementation, the implementation of the operator and the implementation of the parts around
@@ -57,11 +53,6 @@ class Mixer(Layer):
         tokens = {name: jax.ShapeDtypeStruct((1, T, width), dtype) for name, width in self._widths.items()}
         return tokens | {name: jax.ShapeDtypeStruct(*x) for name, x in self._weights().items()}
 
-    def inputs(self, T: int, dtype) -> dict:
-        """Return seeded inputs by name."""
-        rng = np.random.default_rng(0)
-        return {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in self.specs(T, dtype).items()}
-
     def function(self, implementation: str) -> Callable:
         """Return the function from the inputs by name, and cu_seqlens or None, to a dict of o."""
         operator, around = _BUILT[implementation]
@@ -84,55 +75,6 @@ class Mixer(Layer):
             return {"o": rms_norm_gated(o, z, x["norm"], activation=self.activation, implementation=around)}
 
         return run
-
-    def part(self, x: dict, tokens: slice) -> dict:
-        """As for an operator; a gradient is cut like its input, and weights are cut to these heads."""
-        group = self.HV // self.H
-        channels = {name: width // self.H for name, width in self._widths.items()}
-
-        def cut(name, y):
-            if name in ("o", "do"):
-                return y[:, tokens, -group:]
-            if name in channels:
-                return y[:, tokens, -channels[name] :]
-            if name == "norm":
-                return y
-            return y[-channels[name.removeprefix("conv_")] if name.startswith("conv_") else -group :]
-
-        return {name: cut(name if name in ("do", "dt_bias") else name.removeprefix("d"), y) for name, y in x.items()}
-
-    def expected(self, part: dict, do) -> dict[str, np.ndarray]:
-        """As for an operator, without weights whose gradients are also sums over other heads or sequences."""
-        x = {name: np.asarray(y, np.float64) for name, y in part.items()}
-        T, HV = x["v"].shape[1], self.HV // self.H
-        heads = {"q": (1, self.K), "k": (1, self.K), "v": (HV, self.V)}
-        tokens = {
-            name: conv_norm_oracle.causal_conv1d(x[name], x[f"conv_{name}"], name="silu")[0].reshape(1, T, *size)
-            for name, size in heads.items()
-        }
-        gates = x["g"].reshape(1, T, HV, self.K) if self.table.per_channel else x["g"]
-        laws, pull = law_reference(gates, x["beta"], x["A_log"], x["dt_bias"])
-        run = lambda do: reference(**tokens, **laws, use_qk_l2norm_in_kernel=True, do=do)
-        o, z = run(None)[0], x["z"].reshape(1, T, HV, self.V)
-        y = conv_norm_oracle.rms_norm_gated(o, z, x["norm"], name=self.activation)
-        if do is None:
-            return {"o": y}
-        d_o, dz, _ = conv_norm_oracle.rms_norm_gated_gradients(o, z, x["norm"], do, name=self.activation)
-        gradients = run(d_o)[2]
-        found = pull(gradients["g"], gradients["beta"]) | {"z": dz}
-        for name in heads:
-            found[name], found[f"conv_{name}"] = conv_norm_oracle.causal_conv1d_gradients(
-                x[name], x[f"conv_{name}"], gradients[name].reshape(x[name].shape), name="silu"
-            )
-        own = [name for name in found if name in self._widths or not self.sequences]
-        return {"o": y} | {f"d{name}": found[name].reshape(x[name].shape) for name in own}
-
-    def tolerance(self, name: str, dtype: str) -> float:
-        """As for an operator; in bfloat16, q, k, v, o and their gradients are also rounded between the parts."""
-        if name.startswith("dconv"):
-            # The weights are bfloat16 whatever the tokens are.
-            dtype = "bfloat16"
-        return super().tolerance(name, dtype) * (4 if dtype == "bfloat16" else 1)
 
     def cost(self, T: int, dtype, backward: bool) -> tuple[int, int]:
         """Return flops and bytes of operator, convolution and norm, each of which moves its tensors once."""

@@ -1,6 +1,4 @@
-"""Whole operators and mixers beside their peers, judged by the float64 recurrence."""
-
-from collections.abc import Callable
+"""Whole operators beside their peers, judged by the float64 recurrence."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,18 +16,12 @@ def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats
     x, cu_seqlens = case.inputs(T, dtype), case.boundaries(T)
     do = jnp.asarray(np.random.default_rng(1).standard_normal((1, T, case.HV, case.V)), dtype)
     cotangents = {"o": do} if backward else None
+    last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
+    expected = case.expected(case.part(x, last), case.part({"do": do}, last)["do"] if backward else None)
+    limits = {name: case.tolerance(name, x["v"].dtype.name) for name in expected}
     runs = [timing.compiled(name, case.function(name), x, cu_seqlens, cotangents, devices) for name in implementations]
-
     return timing.measure(
         runs, peers.available(case, x, cu_seqlens, do if backward else None, devices),
-        judge(case, x, cu_seqlens, do if backward else None),
+        lambda results: timing.worst(case.part(results, last), expected, limits),
         *case.cost(T, dtype, backward), timing.machine_peaks(dtype), repeats,
     )  # fmt: skip
-
-
-def judge(case: Layer, x: dict, cu_seqlens, do) -> Callable:
-    """Return a function from results to their error and whether they are correct; also of gradients if do is given."""
-    last = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[-2]), int(cu_seqlens[-1]))
-    expected = case.expected(case.part(x, last), None if do is None else case.part({"do": do}, last)["do"])
-    limits = {name: case.tolerance(name, x["v"].dtype.name) for name in expected}
-    return lambda results: timing.worst(case.part(results, last), expected, limits)

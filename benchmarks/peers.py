@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.mixer import Mixer
 from benchmarks.timing import Run, compiled
 from chunkwise.command.models import Layer
 
@@ -16,13 +15,8 @@ _SCAN_STATES = 2**31
 
 
 def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
-    """Return the peers that can run a case here; with do, forward and backward. No peer has a whole mixer."""
-    if isinstance(case, Mixer):
-        return []
-    found = (
-        _transformers(case, x, cu_seqlens, do),
-        _scan(case, x, cu_seqlens, do, devices),
-    )
+    """Return the peers that can run a case here; with do, forward and backward."""
+    found = _transformers(case, x, cu_seqlens, do), _scan(case, x, cu_seqlens, do, devices)
     return [run for run in found if run is not None]
 
 

@@ -139,39 +139,22 @@ def decode_runs(loop: Loop, mixture: Mixture) -> tuple[int, list[float]]:
 
 def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
     """Return the grid steps of the prefill kernel, and how many of them run each region, in the order of its text."""
-    if case.operator == "simple_gla":
-        return _gla_runs(case, routes, T, C)
-    table = np.asarray(pool_steps(T, C, routes).table)
-    first, (cur, prev) = Piece(table, 0, C), (Piece(table, n, C) for n in turns.passing(table.shape[1]))
-    whole = (cur.end - cur.begin == C) & (prev.end - prev.begin == C)
-    empty = (cur.end == cur.begin) & (prev.end == prev.begin)
-    unowned = prev.opens & prev.unowned
-    second = turns.second_path(case, C)
-    cut = whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second
-    runs = prev.first, first.sequence == first.target, *cut, prev.last
-    return len(whole), [int(np.sum(x)) for x in runs]
-
-
-def _gla_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
-    """Do the same as `prefill_runs` for a kernel whose step is a piece of several chunks.
-
-    An inner loop goes over the chunks, and a branch skips the loop if there are none.
-    """
-    NT = num_chunks(T, C)
-    config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, per_channel=False)
-    assert config is not None
-    block = tuning.largest_divisor(NT, config.num_steps) * C
+    block = C
+    if not case.table.delta:
+        # A grid step is a piece of several chunks.
+        config = default_for(case.H, case.HV, case.K, case.V, C, num_chunks(T, C), 2, per_channel=False)
+        assert config is not None
+        block *= tuning.largest_divisor(num_chunks(T, C), config.num_steps)
     table = np.asarray(pool_steps(T, block, routes).table)
-    first, steps = Piece(table, 0, block), Piece(table, np.s_[:], block)
-    begin, end = steps.begin, steps.end
-    chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
-    # Whole chunks of a piece begin where a chunk begins and end where a chunk ends.
-    whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
-    runs = (
-        steps.first, first.sequence == first.target, steps.opens & steps.unowned, begin < end, chunks, whole,
-        chunks - whole, steps.last,
-    )  # fmt: skip
-    return table.shape[1], [int(np.sum(x)) for x in runs]
+    at = lambda n: Piece(table, n, block)
+    if case.table.delta:
+        number, regions = turns.delta_rule_runs(at, table.shape[1], C, "fwd", True, turns.second_path(case, C))
+        steps = at(turns.passing(table.shape[1])[1])
+    else:
+        number, steps = table.shape[1], at(np.s_[:])
+        regions = turns.gla_runs(steps, block, C, "fwd", True)[1:]
+    runs = steps.first, at(0).sequence == at(0).target, *regions, steps.last
+    return number, [int(np.sum(x)) for x in runs]
 
 
 _OPERATION = re.compile(r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>.+?) (?P<kind>[a-z][a-z0-9-]*)\(")
@@ -225,7 +208,6 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
 
 def leave_out_prefills() -> None:
     """Make all prefills of this process those of a mixture without prefills.
-
 
     The reason is that the compiler takes minutes and 16 GB to dump the gathers of a ring, although not to compile them.
     """

@@ -50,11 +50,6 @@ def by_heads(fn: Callable, args: tuple, devices: int) -> tuple[Callable, tuple]:
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False), args
 
 
-def seconds(call: Callable) -> float:
-    """Return how long one call takes."""
-    return wall_and_cpu(call)[0]
-
-
 def wall_and_cpu(call: Callable) -> tuple[float, float]:
     """Return the elapsed time of one call, and the processor time of all threads of this process in it."""
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -71,7 +66,7 @@ def machine_peaks(dtype) -> tuple[float, float]:
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     product, copy = jax.jit(lambda a: jnp.dot(a, a, precision=precision)), jax.jit(lambda a: a + 1)
     square = jnp.ones((n, n), dtype)
-    best = lambda fn: min([seconds(lambda: fn(square)) for _ in range(6)][1:])
+    best = lambda fn: min([wall_and_cpu(lambda: fn(square))[0] for _ in range(6)][1:])
     return 2 * n**3 / best(product), 2 * square.nbytes / best(copy)
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import regions, tpu_peers
-from benchmarks.composed import Composed
+from benchmarks.cases import Composed
 from benchmarks.mixer import Mixer
 from benchmarks.turns import Turns, turns_of
 from chunkwise.command import times
@@ -31,9 +31,6 @@ from chunkwise.command.models import program as ours
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
-
-# The figures that are not known of a program if the number of its loops' iterations depends on data.
-COUNTED = ("kernel_cycles", "around_cycles", "bundles", "grid_steps", "launches", "estimate_ms")
 
 
 def _static(folder: str) -> dict:
@@ -163,13 +160,11 @@ def building(case: Layer, implementation: str, T: int, backward: bool) -> Iterat
 def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
-    counted = implementation not in tpu_peers.PEERS or tpu_peers.PEERS[implementation].counted
     whole = case.sequences or implementation != "fused" or type(case) not in (Layer, Composed)
     run = case.runs(T) if isinstance(case, Composed) else dataclasses.replace(case, T=T)
     turns = None if whole else turns_of(run)
     with building(case, implementation, T, backward) as build:
-        found = figures(build, chip, floor, profile and counted, turns)
-    return found if counted else found | dict.fromkeys(COUNTED)
+        return figures(build, chip, floor, profile, turns)
 
 
 def figures(

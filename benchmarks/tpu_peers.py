@@ -19,14 +19,12 @@ class Peer:
       module: the module to import.
       build: from a case, its tokens, and whether to include the backward, to a function and its shapes.
       backward: whether it has gradients.
-      counted: whether the compiler knows how often its loops run; otherwise it has neither cycles nor bundles.
       operators: the operators that it has, without the prefix `chunk_`.
     """
 
     module: str
     build: Callable[..., tuple]
     backward: bool
-    counted: bool = True
     operators: tuple[str, ...] = ("gated_delta_rule", "kda")
 
     @property
@@ -90,37 +88,9 @@ def _deltanet(case, T: int, backward: bool) -> tuple[Callable, list]:
     return (lambda do, *x: jax.vjp(fn, *x)[1](do), [v, *specs]) if backward else (fn, specs)
 
 
-def _flywheel(case, T: int, backward: bool) -> tuple[Callable, list]:
-    """Return flywheel-tpu's kernel for a serving step of one prefill, fused with the convolution before it.
-
-    Its loops depend on the boundaries of the sequences, which a compiler does not know.
-    """
-    from flywheel_tpu import linear_attention
-
-    channels, slots, width = 2 * case.H * case.K + case.HV * case.V, 2, 4
-    spec = lambda *shape, dtype=jnp.float32: ShapeDtypeStruct(shape, dtype)
-    integers = lambda n: spec(n, dtype=jnp.int32)
-    per_channel = case.operator == "kda"
-    gate = spec(T, case.HV * case.K, dtype=jnp.bfloat16) if per_channel else spec(T, case.HV)
-    specs = [
-        spec(T, channels, dtype=jnp.bfloat16), spec(T, case.HV), gate, spec(slots, width - 1, channels),
-        spec(slots, case.HV, case.K, case.V), spec(channels, 1, width), spec(case.HV),
-        spec(case.HV * (case.K if per_channel else 1)), integers(2), integers(1), integers(3), integers(1),
-    ]  # fmt: skip
-    function = linear_attention.fused_conv1d_kda if per_channel else linear_attention.fused_conv1d_gdn
-    sizes = dict(n_kq=case.H, n_v=case.HV, d_k=case.K, d_v=case.V, kernel_size=width)
-
-    def fn(qkv, b, a, conv, states, weight, A_log, dt_bias, starts, slot, distribution, lengths):
-        state = qkv, b, a, conv, states, weight, None, A_log, dt_bias, starts, slot, distribution, lengths, slot
-        return function(*state, **sizes)
-
-    return fn, specs
-
-
 PEERS = {
     "tokamax": Peer("tokamax", _tokamax, backward=False),
     "deltanet-tpu": Peer("deltanet_tpu", _deltanet, backward=True, operators=("gated_delta_rule", "kda", "gdn2")),
-    "flywheel-tpu": Peer("flywheel_tpu", _flywheel, backward=False, counted=False),
 }
 
 

@@ -45,9 +45,9 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
     at = lambda n: ChunkStep(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
     if case.table.delta:
         second = () if promised or kind == "bwd" else second_path(case, C)
-        steps, runs = _delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)
+        steps, runs = delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)
     else:
-        steps, runs = len(step), _gla_runs(at(step), block, C, kind, cu_seqlens is not None)
+        steps, runs = len(step), gla_runs(at(step), block, C, kind, cu_seqlens is not None)
     return steps, [int(np.sum(x)) for x in runs]
 
 
@@ -73,7 +73,8 @@ def passing(steps: int) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(turn, steps - 1), np.maximum(turn - 1, 0)
 
 
-def _delta_rule_runs(at, steps, C, kind, pieces, second):
+def delta_rule_runs(at, steps, C, kind, pieces, second):
+    """Return the grid steps of a delta rule, and which of them run each region; `at` gives some of its steps."""
     if kind == "bwd":
         cur = prev = at(np.arange(steps))
         # The first grid step clears results, too.
@@ -92,7 +93,8 @@ def _delta_rule_runs(at, steps, C, kind, pieces, second):
     return turned, (*starts, whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second)
 
 
-def _gla_runs(steps, block, C, kind, pieces):
+def gla_runs(steps, block, C, kind, pieces):
+    """Return which grid steps of a kernel of several chunks a step run each region, or how often."""
     begin, end = np.asarray(steps.begin), np.minimum(steps.end, block)
     # The chunks of every step: how many, how many of them are whole, and whether the last one is whole.
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)

@@ -116,13 +116,6 @@ def calibration_rows() -> str:
 
 
 @block
-def calibration_left_out() -> str:
-    """Published times that are not compared, with the reason."""
-    reasons = ";\n".join(f"{what}, because {why}" for what, why in calibrate.LEFT_OUT.items())
-    return f"Other published times are left out: {reasons}."
-
-
-@block
 def hosts_serving() -> str:
     """The answers of whole serving engines with chunkwise, beside the answers with their linear attention."""
     same = lambda what: lambda row: f"{whole(row['same_' + what])} of {whole(row[what])}"

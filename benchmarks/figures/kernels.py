@@ -1,8 +1,11 @@
 """Figures of kernels on TPUs that are not here: what their compiler says, and the times that a formula makes of it."""
 
+import functools
+
 from benchmarks import decode_mixer
 from benchmarks.figures.serving import MIXTURES
 from benchmarks.figures.tables import (
+    BLOCKS,
     COUNTS,
     NONE,
     PASSES,
@@ -112,16 +115,8 @@ def cost(case: str, heads: str) -> str:
     )
 
 
-@block
-def cost_gdn() -> str:
-    """The cost of the gated delta rule."""
-    return cost("qwen3-next-80b", ", H = 16 and HV = 32")
-
-
-@block
-def cost_kda() -> str:
-    """The cost of Kimi delta attention."""
-    return cost("kimi-linear-48b", " and H = 32")
+BLOCKS["cost-gdn"] = functools.partial(cost, "qwen3-next-80b", ", H = 16 and HV = 32")
+BLOCKS["cost-kda"] = functools.partial(cost, "kimi-linear-48b", " and H = 32")
 
 
 @block
@@ -144,15 +139,12 @@ def cost_two_keys() -> str:
         for case in names
         for way in PASSES
     ]
-    columns = {
-        "operator": of("fused", lambda row: names[row["case"]]),
-        "T": of("fused", count("T")),
-        "pass": of("fused", "pass"),
-        "kernel cycles": of("fused", count("kernel_cycles")),
-        "bundles": of("fused", count("bundles")),
-        "deltanet-tpu, bundles": of("deltanet-tpu", count("bundles")),
-    }
-    return table(lines, columns)
+    ours = {
+        "operator": lambda row: names[row["case"]], "T": count("T"), "pass": "pass",
+        "kernel cycles": count("kernel_cycles"), "bundles": count("bundles"),
+    }  # fmt: skip
+    columns = {name: of("fused", cell) for name, cell in ours.items()}
+    return table(lines, columns | {"deltanet-tpu, bundles": of("deltanet-tpu", count("bundles"))})
 
 
 @block
@@ -163,16 +155,12 @@ def cost_composition() -> str:
         "gdn-32": "gated delta rule", "delta-product-2": "Gated DeltaProduct, n = 2", "kimi-linear-48b": "KDA",
         "dplr": "DPLR", "kda-64x64": "KDA, 64 heads of 64", "rwkv7": "RWKV-7, 64 heads of 64",
     }  # fmt: skip
-    lines = [{"fused": only(rows, case=case, implementation="fused", way=way)} for way in PASSES for case in names]
+    lines = [only(rows, case=case, implementation="fused", way=way) for way in PASSES for case in names]
     columns = {
-        "operator": of("fused", lambda row: names[row["case"]]),
-        "T": of("fused", count("T")),
-        "pass": of("fused", "pass"),
-        "bundles of kernels": of("fused", count("bundles")),
-        "cycles around them": of("fused", count("around_cycles")),
-        "estimate, ms": of("fused", lambda row: f"{row['estimate_ms']:.2f}"),
-        "temporaries, MiB": of("fused", lambda row: mebibytes(row["temporaries_mib"])),
-    }
+        "operator": lambda row: names[row["case"]], "T": count("T"), "pass": "pass",
+        "bundles of kernels": count("bundles"), "cycles around them": count("around_cycles"),
+        "estimate, ms": fixed("estimate_ms"), "temporaries, MiB": memory("temporaries_mib"),
+    }  # fmt: skip
     return table(lines, columns)
 
 

@@ -1,7 +1,10 @@
 """Figures that were measured on a machine: times and memory of a CPU, launches of a GPU, and errors."""
 
+import functools
+
 from benchmarks import production
 from benchmarks.figures.tables import (
+    BLOCKS,
     NONE,
     PASSES,
     TITLES,
@@ -25,19 +28,8 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.call.checks import choose_chunk_size
 
 
-@block
-def cpu() -> str:
-    """Both directions on one device and on two, beside torch: the time by the clock."""
-    return _beside_torch({"median_ms": ""})
-
-
-@block
-def cpu_both() -> str:
-    """The same, with the processor time of both cores together."""
-    return _beside_torch({"median_ms": "", "cpu_ms": ", processor"})
-
-
 def _beside_torch(times_of: dict[str, str]) -> str:
+    """Both directions on one device and on two, beside torch, by the clock or also by processors together."""
     rows = rows_of("cpu-gdn-16")
     of_peer = lambda x: only(rows, implementation="transformers", devices=x["devices"], way=x["pass"])
     pairs = [{"ours": x, "torch": of_peer(x)} for x in select(rows, implementation="xla")]
@@ -47,6 +39,10 @@ def _beside_torch(times_of: dict[str, str]) -> str:
         columns |= {f'"xla"{name}': of("ours", time), f"torch{name}": of("torch", time)}
         columns |= {f"ratio{name}": ratio("torch", "ours", key, 1)}
     return table(pairs, columns)
+
+
+BLOCKS["cpu"] = functools.partial(_beside_torch, {"median_ms": ""})
+BLOCKS["cpu-both"] = functools.partial(_beside_torch, {"median_ms": "", "cpu_ms": ", processor"})
 
 
 @block
@@ -167,16 +163,8 @@ def accuracy_worst() -> str:
     return table([{"inputs": name} for name in sweeps], columns)
 
 
-@block
-def accuracy_gate() -> str:
-    """Errors against the strength of gates."""
-    return errors("accuracy-gate", (0.01, 0.1, 1.0, 1.4, 5.0, 30.0, 80.0))
-
-
-@block
-def accuracy_keys() -> str:
-    """Errors against the share of tokens that have one and the same key."""
-    return errors("accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
+BLOCKS["accuracy-gate"] = functools.partial(errors, "accuracy-gate", (0.01, 0.1, 1.0, 1.4, 5.0, 30.0, 80.0))
+BLOCKS["accuracy-keys"] = functools.partial(errors, "accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
 
 
 @block

@@ -5,21 +5,21 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.cases import CASES
 from chunkwise.command.models import Layer
-from chunkwise.shared import tuning
+from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.oracle import reference
+from tests.laws import law_reference
 
 QUICK_MIXERS = ("gated_delta_rule", "xla"), ("kda", "fused")
 THOROUGH = dict(
     test_time=lambda arguments: "--backward" in arguments,
-    test_stored_orders_change_no_bit=True,
     test_mixer=lambda operator, implementation: (operator, implementation) not in QUICK_MIXERS,
-    test_time_of_a_mixer=lambda operator, implementation: (operator, implementation) != ("gated_delta_rule", "xla"),
     # One operator with each of the mixtures.
     test_time_of_a_step=lambda case, mixture: STEP_CASES.index(case) != STEPS.index(mixture),
 )
@@ -50,43 +50,7 @@ def test_time_of_sequences_of_different_lengths(run):
     assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
 
 
-def test_order(run, tmp_path, monkeypatch):
-    """The search keeps what is faster, and stores what is faster and right."""
-    from benchmarks import order
-
-    path = tmp_path / "orders.json"
-    path.write_text("{}")
-    # As if products of the chunk before should come first.
-    cost = lambda name, order, *_: 1000 + sum(i for i, letter in enumerate(order) if letter == "p")
-    monkeypatch.setattr(order, "measure", cost)
-    monkeypatch.setattr(order, "path_of", lambda kernel: path)
-    monkeypatch.setattr(order, "same_results", lambda kernel, found: sorted(found) == sorted(kernel.otherwise))
-    code, rows = run("order", "--kernel", "kda", "--tries", "200", "--write")
-    assert code == 0
-    assert rows[0]["order"] == "pm" * 8
-    assert [row["cycles"] for row in rows] == sorted({row["cycles"] for row in rows}, reverse=True)
-    assert json.loads(path.read_text())["fwd"]["heads 16, C 64, K 128"]["v6e"] == rows[-1]["order"] != rows[0]["order"]
-
-
-def test_order_ends_where_nothing_is_left_to_try(benchmarks):
-    from benchmarks import order
-
-    tried = []
-    assert [found for found, _ in order.search("ppm", 100, lambda x: tried.append(x) or 1)] == ["ppm"]
-    assert sorted(tried) == ["mpp", "pmp", "ppm"]
-
-
-@pytest.mark.parametrize("kernel", ["kda", "kda-map", "gdn-map", "gdn-behind-map"])
-def test_stored_orders_change_no_bit(kernel):
-    from benchmarks import order
-
-    searched = order.KERNELS[kernel]
-    orders = json.loads(order.path_of(searched).read_text())[searched.kernel]
-    assert all(order.same_results(searched, x) for x in orders[tuning.order_key(*searched.size)].values())
-
-
 def test_cost_is_the_packages():
-
     # 2 T HV (2 C K + 2 C V + 3 K V) flops, and the backward twice as many.
     gdn = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16)
     forward = 2 * 128 * 2 * (2 * 64 * 8 + 2 * 64 * 16 + 3 * 8 * 16)
@@ -113,46 +77,23 @@ def small_mixer(operator, **options):
 )
 def test_mixer(operator, activation, implementation):
     mixer = small_mixer(operator, activation=activation)
-    x = mixer.inputs(mixer.T, jnp.float32)
+    rng = np.random.default_rng(0)
+    x = {
+        name: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
+        for name, y in mixer.specs(mixer.T, jnp.float32).items()
+    }
     o = jax.jit(mixer.function(implementation))(x, None)["o"]
-    assert_close("o", o, mixer.expected(x, None)["o"], TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(
-    ("operator", "implementation", "dtype", "sequences"),
-    [
-        ("gated_delta_rule", "xla", "float32", 2),
-        ("gated_delta_rule", "fused", "float32", 0),
-        ("kda", "xla", "bfloat16", 0),
-    ],
-)
-def test_time_of_a_mixer(run, operator, implementation, dtype, sequences, monkeypatch):
-    """Judged with gradients, those of the last of two key heads and the last sequence of a pack; there are no peers."""
-    from benchmarks.mixer import MIXERS
-
-    monkeypatch.setitem(MIXERS, "mixer", small_mixer(operator, H=2, HV=4, sequences=sequences))
-    arguments = ["--implementation", implementation, "--dtype", dtype, "--backward", "--repeats", "1"]
-    code, rows = run("time", "--case", "mixer", *arguments)
-    assert code == 0
-    assert [(row["implementation"], row["correct"]) for row in rows] == [(implementation, True)]
-
-
-def test_a_wrong_gradient_of_a_mixer_is_found(run, monkeypatch):
-    from benchmarks import mixer
-
-    right = mixer.conv_norm_oracle.causal_conv1d_gradients
-    wrong = lambda *x, **options: (right(*x, **options)[0], 1.1 * right(*x, **options)[1])
-    monkeypatch.setattr(mixer.conv_norm_oracle, "causal_conv1d_gradients", wrong)
-    monkeypatch.setitem(mixer.MIXERS, "mixer", small_mixer("gated_delta_rule"))
-    code, rows = run("time", "--case", "mixer", "--backward", "--repeats", "1")
-    assert code == 1
-    assert rows[0]["error"] == pytest.approx(0.1 / 1.1, rel=0.1)
-
-
-def test_heads_of_a_mixer_are_not_split(benchmarks, capsys):
-    with pytest.raises(SystemExit):
-        benchmarks.parse(["time", "--case", "mixer-kimi-linear", "--devices", "2"])
-    assert "`--devices` splits the heads of an operator; got mixer-kimi-linear." in capsys.readouterr().err
+    exact = {name: np.asarray(y, np.float64) for name, y in x.items()}
+    heads = dict(q=mixer.H, k=mixer.H, v=mixer.HV)
+    tokens = {
+        name: conv_norm_oracle.causal_conv1d(exact[name], exact[f"conv_{name}"], name="silu")[0].reshape(1, 16, n, 8)
+        for name, n in heads.items()
+    }
+    gates = exact["g"].reshape(1, 16, *x["dt_bias"].shape)
+    laws, _ = law_reference(gates, *(exact[name] for name in ("beta", "A_log", "dt_bias")))
+    want, _ = reference(**tokens, **laws, use_qk_l2norm_in_kernel=True)
+    z = exact["z"].reshape(want.shape)
+    assert_close("o", o, conv_norm_oracle.rms_norm_gated(want, z, exact["norm"], name=activation), TOLERANCE["float32"])
 
 
 def test_the_cost_of_a_mixer_is_that_of_its_parts():

@@ -1,0 +1,44 @@
+"""The orders of products that packages have for their kernels, whose results are those of the plain order."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from chunkwise.shared import tuning
+from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation import implementations
+from chunkwise.shared.testing.inputs import make_inputs
+
+# The kernels of packages, and their plain orders.
+KERNELS = {
+    ("kda", "fwd"): "pm" * 8,
+    ("kda", "summary"): "pm" * 8,
+    ("fused_gdn", "map"): "xpm" * 8,
+    ("fused_gdn", "precomputed"): "pm" * 8,
+}
+THOROUGH = dict(test_orders_change_no_bit=True)
+
+
+@pytest.mark.parametrize(("package", "kernel"), KERNELS)
+def test_orders_change_no_bit(package, kernel):
+    plain, H = KERNELS[package, kernel], 16
+    HV = H if package == "kda" else 2 * H
+    x = Arguments(**make_inputs(1, 130, H, HV, 8, 8, per_channel=package == "kda"))
+    fused = importlib.import_module(f"chunkwise.{package}.operator").OPERATOR.implementations["fused"]
+
+    def run(x):
+        options = Options(True, chunk_size=64)
+        found = implementations.map_states(fused, x, options)
+        return found, implementations.run(fused, x, options), implementations.run(fused, x, options, found.precomputed)
+
+    def results(order):
+        jax.clear_caches()
+        with tuning.injected_orders(f"chunkwise.{package}", **{kernel: order}):
+            return jax.tree.leaves(jax.jit(run)(x))
+
+    wanted, stored = results(plain), tuning._orders(f"chunkwise.{package}")[kernel]
+    for order in stored[tuning.order_key(HV, 64, 128)].values():
+        for found, want in zip(results(order), wanted, strict=True):
+            np.testing.assert_array_equal(found, want)
