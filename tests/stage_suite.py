@@ -31,6 +31,10 @@ on_tpu = pytest.mark.skipif(not tpu.has_libtpu(), reason="needs libtpu")
 TPU_SIZES = ((64, 128, False), (64, 256, False), (128, 128, False), (128, 256, False), (128, 256, True))
 
 
+# The arguments beside a wrong one.
+WRONG = cases.Case(B=2, T=64, H=2, HV=4, K=8, V=6, chunk_size=64)
+
+
 def small(**sizes) -> cases.Case:
     """Return a small case with a tail, of these sizes."""
     return cases.Case(**dict(T=20, HV=2, K=3, V=2, chunk_size=16) | sizes)
@@ -75,6 +79,7 @@ class StageSpec:
       tpu_sizes: (chunk size, K = V, whether sequences are packed) to compile for.
       tpu_types: types of arguments to compile for, where a bfloat16 case has others.
       costs: what docstrings state.
+      wrong: arguments that are wrong beside those of `WRONG`, and the errors about them.
     """
 
     function: Callable
@@ -94,6 +99,7 @@ class StageSpec:
     tpu_sizes: tuple[tuple[int, int, bool], ...] = TPU_SIZES
     tpu_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     costs: tuple[CostSpec, ...] = (CostSpec(),)
+    wrong: tuple[tuple[Mapping[str, Any], str], ...] = ()
 
     def arrays(self, case: cases.Case, *, per_channel: bool = False, padding: float = np.nan) -> Arrays:
         """Return the arrays of a case by name, with a number in the padding."""
@@ -174,8 +180,10 @@ class OfStage:
     stage: ClassVar[StageSpec]
 
     def pytest_generate_tests(self, metafunc):
-        """Give a test the tile sizes, or the sizes to compile for, of its stage."""
-        for name, values in dict(config=self.stage.configs, tpu_sizes=self.stage.tpu_sizes).items():
+        """Give a test the tile sizes, the sizes to compile for, or the wrong arguments of its stage."""
+        for name, values in dict(
+            config=self.stage.configs, tpu_sizes=self.stage.tpu_sizes, wrong=self.stage.wrong
+        ).items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values, ids=str)
 
@@ -348,6 +356,11 @@ class ErrorTests(OfStage):
         message = "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."
         with pytest.raises(ValueError, match=re.escape(message)):
             self.stage.run("gpu")(self.stage.specs(small()))
+
+    def test_value_error(self, wrong):
+        arguments, message = wrong
+        with pytest.raises(ValueError, match=re.escape(message)):
+            self.stage.function(**self.stage.specs(WRONG) | arguments)
 
 
 class ChunkSizeTests(OfStage):

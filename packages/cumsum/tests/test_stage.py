@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from chunkwise.cumsum import Config, chunk_local_cumsum
 from chunkwise.cumsum.config import cost
 from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
 
 LAUNCHES = "chunk_local_cumsum_fwd_c{}", "chunk_local_cumsum_fwd_c{}_reverse"
@@ -22,6 +24,11 @@ FORWARD = stages.StageSpec(
     configs=(Config(1, 8), Config(3, 8)),
     launches=LAUNCHES,
     tpu_sizes=((64, 128, False), (64, 128, True), (128, 128, False), (128, 128, True)),
+    wrong=(
+        (dict(g=spec(2, 64)), "`g` must have shape [B, T, H] or [B, T, H, K]; got (2, 64)."),
+        (dict(g=spec(2, 64, 2, dtype=jnp.int32)), "`g` must be float32, bfloat16 or float16; got int32."),
+        (dict(reverse="no"), "`reverse` must be True or False, known when the program is built; got 'no'."),
+    ),
 )
 REVERSE = dataclasses.replace(FORWARD, options=dict(reverse=True), launches=LAUNCHES[::-1])
 # Three channels of each head, of different gates.

@@ -3,6 +3,7 @@
 from chunkwise.kkt import Config, chunk_scaled_dot_kkt
 from chunkwise.kkt.config import cost
 from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
 
 
@@ -19,4 +20,13 @@ class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
             stages.CostSpec(dict(per_channel=True), documented=dict(H=6), backward=3),
         ),
         configs=tuple(Config(heads) for heads in (1, 2, 4, 8)),
+        wrong=(
+            (dict(k=spec(2, 64, 8)), "`k` must have shape [B, T, H, K]; got (2, 64, 8)."),
+            (dict(beta=spec(2, 63, 4)), "`beta` must have shape [B, T, HV] = (2, 64, any); got (2, 63, 4)."),
+            (
+                dict(beta=spec(2, 64, 3)),
+                "`beta` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
+            ),
+            (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
+        ),
     )

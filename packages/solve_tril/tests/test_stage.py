@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.testing import cases, compare, stage_oracle
+from chunkwise.shared.testing.inputs import spec
 from chunkwise.solve_tril import Config, solve_tril
 from chunkwise.solve_tril.config import cost
 from tests import stage_suite as stages
@@ -24,6 +25,14 @@ STAGE = stages.StageSpec(
     configs=tuple(Config(matrices) for matrices in (1, 2, 3, 6)),
     # A does not depend on K and V.
     tpu_sizes=((64, 128, False), (128, 128, False), (128, 128, True)),
+    wrong=(
+        (dict(A=spec(2, 64, 64)), "`A` must have shape [B, T, HV, C]; got (2, 64, 64)."),
+        (dict(A=spec(2, 64, 1, 48)), "`A` must have a last dimension of one of (16, 32, 64, 128); got 48."),
+        (
+            dict(A_inv=spec(2, 64, 2, 64)),
+            "`A_inv` must have shape [B, T, HV, C] = (2, 64, 4, 64); got (2, 64, 2, 64).",
+        ),
+    ),
 )
 
 
