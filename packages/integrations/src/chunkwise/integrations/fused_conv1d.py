@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
+from chunkwise.layers.mixing import Step, in_one_launch
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.serving.decode.records import Decodes, static_of
-from chunkwise.shared.serving.decode.step import Step, in_one_launch
 from chunkwise.shared.serving.state_pool import StatePool
 
 __all__ = ["fused_conv1d_gdn", "fused_conv1d_kda", "fused_conv1d_mamba2"]

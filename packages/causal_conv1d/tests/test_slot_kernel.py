@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.serving import slot_kernel, slot_rows
+from chunkwise.causal_conv1d import slot_kernel
+from chunkwise.shared.serving import slot_rows
 
 # One slot twice to read from, one below zero, and one past the end.
 READ = jnp.array([3, -1, 0, 7, 3, -5], jnp.int32)
