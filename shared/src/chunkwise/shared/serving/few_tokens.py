@@ -54,14 +54,11 @@ def token_by_token(
     if normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    x = q, k, v, g, beta, scale, initial_state
     if cu_seqlens is None:
-        o, *more = recurrence.recurrence(
-            q, k, v, g, beta, scale, initial_state, jnp.float32, p, every, erase_before_decay
-        )
+        o, *more = recurrence.recurrence(*x, jnp.float32, p, every, erase_before_decay)
     else:
-        o, *more = recurrence.packed_recurrence(
-            q, k, v, g, beta, scale, initial_state, cu_seqlens, jnp.float32, p, erase_before_decay
-        )
+        o, *more = recurrence.packed_recurrence(*x, cu_seqlens, jnp.float32, p, erase_before_decay)
     return o.astype(v.dtype), *more
 
 
@@ -86,9 +83,7 @@ def run_tokens(
       which slots without a sequence keep every bit; without a pool [N, HV, K, V] float32.
     """
     one = x.cu_seqlens is None and x.q.shape[1] == 1
-    static = DecodeStatic(
-        1, one, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay
-    )  # fmt: skip
+    static = DecodeStatic(1, one, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay)
     pool, slots, scale = x.initial_state, x.slots or Slots(), x.scale
     x = x._replace(scale=None, slots=None)
     if pool is None:
@@ -97,9 +92,7 @@ def run_tokens(
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
     x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
-    slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
-    every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-    if choose.by_kernel(implementation, x, StatePool(pool), every, static, strict=strict):
+    if choose.by_kernel(implementation, x, StatePool(pool), _of_all(x, slots), static, strict=strict):
         leaves, structure = jax.tree.flatten((x, pool, slots))
         o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
     else:
@@ -120,6 +113,12 @@ def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, S
     return x, slots
 
 
+def _of_all(x: Arguments, slots: Slots) -> Slots:
+    """Return the slots of decodes alone; without a pool sequence n has slot n."""
+    slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
+    return Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
+
+
 def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, in plain JAX."""
     states = slot_rows.read_states(pool, slots).astype(jnp.float32)
@@ -134,9 +133,7 @@ def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, by the kernel."""
     B, T = x.q.shape[:2]
     starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
-    slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
-    every = Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
-    o, _, after = launch.launch(records.of_rule(static, x), (), StatePool(pool), starts, every)
+    o, _, after = launch.launch(records.of_rule(static, x), (), StatePool(pool), starts, _of_all(x, slots))
     return o.reshape(x.v.shape), after.states
 
 

@@ -20,12 +20,6 @@ def folds(pool: StatePool, source: jax.Array, target: jax.Array, kept: jax.Array
     return (kept > pool.replay - most) | (source != target)
 
 
-def counted(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array) -> StatePool:
-    """Return the pool with the numbers of tokens that its rings hold after decodes."""
-    tokens, target = routes.end - routes.start, routes.target[:, 0]
-    return state_pool.with_counts(pool, target, jnp.where(folded, 0, kept) + tokens, tokens)
-
-
 def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.Array, keys, writes, gates) -> StatePool:
     """Return the pool with the tokens of decodes added to the rings of their target slots, and counted.
 
@@ -39,13 +33,13 @@ def append(pool: StatePool, routes: pools.Routes, kept: jax.Array, folded: jax.A
     """
     n, W, H = keys.shape[:3]
     by_row = lambda x: jnp.swapaxes(x.reshape(n, W, H, -1, *x.shape[3:]), 2, 3)  # [n, W, R, H, ...]
-    t = jnp.arange(W, dtype=jnp.int32)[None]
+    t, tokens, before = jnp.arange(W, dtype=jnp.int32)[None], routes.end - routes.start, jnp.where(folded, 0, kept)
     # Tokens that do not exist are put past the end, where nothing is written.
-    at = jnp.where(t < (routes.end - routes.start)[:, None], jnp.where(folded, 0, kept)[:, None] + t, pool.replay)
+    at = jnp.where(t < tokens[:, None], before[:, None] + t, pool.replay)
     slot = slot_rows.past_the_end(routes.target[:, :1], pool.shape[0])
     rows = dict(keys=keys, writes=by_row(writes), gates=by_row(gates).reshape(n, W, *pool.gates.shape[2:]))
     rings = {
         name: getattr(pool, name).at[slot, at].set(x.astype(getattr(pool, name).dtype), mode="drop")
         for name, x in rows.items()
     }
-    return counted(pool._replace(**rings), routes, kept, folded)
+    return state_pool.with_counts(pool._replace(**rings), routes.target[:, 0], before + tokens, tokens)

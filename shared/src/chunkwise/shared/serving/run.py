@@ -120,13 +120,9 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 
 def _prefill(
-    x: Arguments,
-    pool: StatePool,
-    routes: pools.Routes,
-    options: Options,
-    implementation: Implementation,
+    x: Arguments, pool: StatePool, routes: pools.Routes, options: Options, implementation: Implementation,
     accepted: jax.Array | None,
-) -> tuple[jax.Array, StatePool]:
+) -> tuple[jax.Array, StatePool]:  # fmt: skip
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
     dtype = x.v.dtype
     x, options = implementations.prepare(implementation, x, options)
@@ -200,23 +196,14 @@ def _write_blocks(pool: StatePool, kept, after, routes: pools.Routes, options: O
 
 
 def _decode(
-    name: str,
-    implementation: str,
-    strict: bool,
-    pool: StatePool,
-    step: step_table.ServingStep,
-    slots: Slots,
-    x: Arguments,
-    options: Options,
-    precomputed: None = None,
-) -> tuple[jax.Array, StatePool]:
+    name: str, implementation: str, strict: bool, pool: StatePool, step: step_table.ServingStep, slots: Slots,
+    x: Arguments, options: Options, precomputed: None = None,
+) -> tuple[jax.Array, StatePool]:  # fmt: skip
     """Return the outputs of the decodes, whose tokens are the first tokens of x, and the pool."""
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
     x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
-    static = DecodeStatic(
-        W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay
-    )  # fmt: skip
+    static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay)
     if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
         made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)
         made = made.reshape(x.v.shape)

@@ -86,16 +86,9 @@ def as_pool(states: Any) -> StatePool:
 
 
 def make_pool(
-    slots: int,
-    HV: int,
-    K: int,
-    V: int,
-    dtype=jnp.float32,
-    *,
-    replay: int = 0,
-    H: int | None = None,
+    slots: int, HV: int, K: int, V: int, dtype=jnp.float32, *, replay: int = 0, H: int | None = None,
     per_channel: bool = False,
-) -> StatePool:
+) -> StatePool:  # fmt: skip
     """Return a pool of zero states for the serving steps of an operator.
 
     Args:
@@ -115,9 +108,8 @@ def make_pool(
     H = HV if H is None else H
     for name, size in dict(slots=slots, HV=HV, K=K, V=V, H=H).items():
         checks.check(_is_count(size) and size > 0, f"`{name}` must be a positive number; got {checks.shown(size)}.")
-    checks.check(
-        _is_count(replay) and replay >= 0, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}."
-    )
+    fits = _is_count(replay) and replay >= 0
+    checks.check(fits, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}.")
     most = checks.MOST_COUNTED
     checks.check(slots <= most, f"`slots` must be at most {most}, which int32 counts; got {slots}.")
     checks.check_heads(H, HV, "HV")
@@ -191,10 +183,8 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
     for field, want, got in zip(StatePool._fields, wanted, pool, strict=True):
         rule = "None" if want is None else f"{want.dtype.name} {want.shape}"
         name = "array" if got is None or not hasattr(got, "dtype") else f"{got.dtype.name} {tuple(got.shape)}"
-        checks.check(
-            (want is None) == (got is None) and (want is None or name == f"{want.dtype.name} {tuple(want.shape)}"),
-            f"`states.{field}` must be {rule}; got {None if got is None else name}.",
-        )
+        fits = got is None if want is None else name == rule
+        checks.check(fits, f"`states.{field}` must be {rule}; got {None if got is None else name}.")
 
 
 def with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: jax.Array) -> StatePool:
@@ -310,9 +300,7 @@ def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Arra
     return load(pool, *kept_states(pool, slots, num_accepted_tokens))
 
 
-def kept_states(
-    pool: StatePool, slots: jax.Array, accepted: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+def kept_states(pool: StatePool, slots: jax.Array, accepted: jax.Array | None) -> tuple[jax.Array, Any]:
     """Return the slots of the kept states, and how many tokens of their rings are kept, None without rings."""
     if pool.replay:
         return slots, kept_tokens(pool, slots, accepted)

@@ -54,8 +54,7 @@ def find_step(
     N = cu_seqlens.shape[0] - 1
     none, index = jnp.int32(-1), jnp.arange(N, dtype=jnp.int32)
     known = (lambda y: y) if num_slots is None else functools.partial(pools.existing, count=num_slots)
-    indices: Any = slots.state_indices
-    indices = known(indices[:, None] if indices.ndim == 1 else indices)
+    indices = known(_by_column(slots))
     columns = indices.shape[1]
     W = decode_tokens or columns
     sequences = N if slots.num_sequences is None else slots.num_sequences
@@ -87,12 +86,17 @@ def find_step(
     return ServingStep(decoding, routes(start, end, target, blocks), boundaries, tokens)
 
 
+def _by_column(slots: Slots) -> jax.Array:
+    """Return the slots of every sequence, int32 [N, W]."""
+    indices: Any = slots.state_indices
+    return indices[:, None] if indices.ndim == 1 else indices
+
+
 def first_slots(slots: Slots) -> jax.Array:
     """Return the slot that each sequence starts from, int32 [N], whether it exists or not; -1 for no such column."""
     if slots.read_indices is not None:
         return slots.read_indices
-    indices: Any = slots.state_indices
-    indices = indices[:, None] if indices.ndim == 1 else indices
+    indices = _by_column(slots)
     accepted = slots.num_accepted_tokens
     column = jnp.zeros(indices.shape[0], jnp.int32) if accepted is None else accepted - 1
     chosen = column[:, None] == jnp.arange(indices.shape[1], dtype=jnp.int32)[None]
@@ -109,18 +113,13 @@ def full_blocks(routes: pools.Routes, block_size: int) -> tuple[jax.Array, jax.A
 
 
 def find_faults(
-    cu_seqlens: jax.Array,
-    slots: Slots,
-    num_slots: int,
-    num_tokens: int,
-    block_size: int | None,
+    cu_seqlens: jax.Array, slots: Slots, num_slots: int, num_tokens: int, block_size: int | None,
     decode_tokens: int | None = None,
-) -> list[faults.Fault]:
+) -> list[faults.Fault]:  # fmt: skip
     """Return the possible faults of the values of a step, each with whether it is there."""
     slots, N = with_counts(slots), cu_seqlens.shape[0] - 1
     step = find_step(cu_seqlens, slots, None, num_tokens, decode_tokens)
-    indices: Any = slots.state_indices
-    W = decode_tokens or (1 if indices.ndim == 1 else indices.shape[1])
+    W = decode_tokens or _by_column(slots).shape[1]
     index = jnp.arange(N, dtype=jnp.int32)
     count = lambda value, otherwise: jnp.int32(otherwise) if value is None else value
     decodes, sequences = count(slots.num_decodes, 0), count(slots.num_sequences, N)

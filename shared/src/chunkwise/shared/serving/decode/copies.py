@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkwise.shared.kernels import pools
 from chunkwise.shared.serving.decode import table
 from chunkwise.shared.serving.decode.records import KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
@@ -19,10 +20,9 @@ def copy_counts(refs: DecodeRefs, out: bool = False) -> None:
     """Copy the numbers of tokens of all rings to scalar memory, or with `out` back."""
     pairs = (refs.pools.count, refs.buffers.counts), (refs.pools.drafts, refs.buffers.drafts_of)
     copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.semaphores.counting) for ends in pairs]
-    for copy in copies:
-        copy.start()
-    for copy in copies:
-        copy.wait()
+    for act in (pools.start, pools.wait):
+        for copy in copies:
+            act(copy)
 
 
 def buffer_of(i) -> jax.Array:
@@ -64,9 +64,7 @@ def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool 
             copy(n, slot, *token)
 
 
-def _ends(
-    refs: DecodeRefs, s: KernelStatic, kind: str, slot, place, conv, out: bool
-) -> list[tuple[Any, ...]]:  # fmt: skip
+def _ends(refs: DecodeRefs, s: KernelStatic, kind: str, slot, place, conv, out: bool) -> list[tuple[Any, ...]]:
     """Return the parts of a slot that are copied, each with its buffer of all sequences, and its token in it."""
     if kind == "conv":
         arrays = zip(refs.pools.conv, refs.buffers.conv_out if out else refs.buffers.conv_in, strict=True)

@@ -313,9 +313,8 @@ def _by_head(channels: list[jax.Array], heads: int, D: int) -> list[jax.Array]:
 def _gates(refs: DecodeRefs, s: KernelStatic) -> list[jax.Array]:
     """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
     g = refs.tokens.rows[:, refs.lanes["g"]]
-    A_log, dt_bias = (
-        None if ref is None else ref[...].astype(jnp.float32) for ref in (refs.layer.A_log, refs.layer.dt_bias)
-    )
+    of_law = refs.layer.A_log, refs.layer.dt_bias
+    A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in of_law)
     size = g.shape[1] // s.HV
     if size == 1:
         found = tile.gate(g, A_log, dt_bias, s)

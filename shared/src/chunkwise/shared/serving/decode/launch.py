@@ -57,11 +57,8 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
         fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + s.width)
     buffers = 2 * slot + (1 + (1 if s.loops else targets_of(x, pool))) * state
     between = s.loops * 4 * s.HV * packed.round_up(s.K, 8) * s.width
-    each = (
-        copies.BUFFERS * buffers
-        + between
-        + 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width))
-    )
+    products = 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width))
+    each = copies.BUFFERS * buffers + between + products
     some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
@@ -158,10 +155,9 @@ def launch(
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y, *each: pltpu.VMEM((copies.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
-    scratch: dict[str, Any] = dict(table=pltpu.SMEM((groups * n * table.numbers(targets),), jnp.int32))
-    scratch["side_by_side"] = T + 1, x.lanes
-    m = n * s.decode_tokens
-    scratch |= dict(rows=(m, x.lanes), outputs=(T + 1, rows))
+    m, numbers = n * s.decode_tokens, pltpu.SMEM((groups * n * table.numbers(targets),), jnp.int32)
+    scratch: dict[str, Any] = dict(table=numbers, side_by_side=(T + 1, x.lanes), rows=(m, x.lanes))
+    scratch["outputs"] = T + 1, rows
     if x.weight:
         scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
     scratch |= {f"in{j}": buffer(y) for j, y in enumerate(conv)}
@@ -198,11 +194,7 @@ def launch(
     )
     after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
     o = out["o"].reshape(T, s.HV, s.width)[:, :, : s.V].reshape(T, -1)
-    return (
-        chunking.pad_tokens(o[None], x.x[0].shape[0])[0],
-        tuple(out[f"conv{j}"] for j in range(len(conv))),
-        after,
-    )
+    return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], tuple(out[f"conv{j}"] for j in range(len(conv))), after
 
 
 def _launch_in_parts(x: Decodes, pool: StatePool, cu_seqlens: jax.Array, slots: Slots):

@@ -137,9 +137,7 @@ class Decodes(NamedTuple):
         s = self.static
         # The value heads of a single key head share it.
         H = s.H // parts if s.H > 1 else 1
-        cut = lambda y, heads: (
-            y if heads == 1 < parts else y[:, i * y.shape[1] // parts : (i + 1) * y.shape[1] // parts]
-        )
+        cut = lambda y, heads: y if heads == 1 < parts else jnp.split(y, parts, axis=1)[i]
         q, k, v = (cut(y, heads) for y, heads in zip(self.x, (s.H, s.H, s.HV), strict=True))
         beta, p = (None if y is None else cut(y, s.HV) for y in (self.beta, self.p))
         static = s._replace(H=H, HV=s.HV // parts, first=i * s.HV // parts)

@@ -192,14 +192,8 @@ class DecodeRefs(NamedTuple):
         known |= dict(x=arrays("x"), w=arrays("w"), b=arrays("b"), conv=arrays("conv", "_out"))
         known |= dict(conv_in=arrays("in"), conv_out=arrays("out"))
 
-        def pick(group: Any) -> dict[str, Any]:
-            return {name: known.get(name) for name in group._fields}
-
-        return cls(
-            StepRefs(**pick(StepRefs)), TokenRefs(**pick(TokenRefs)), LayerRefs(**pick(LayerRefs)),
-            PoolRefs(**pick(PoolRefs)), BufferRefs(**pick(BufferRefs)), WorkRefs(**pick(WorkRefs)),
-            SemaphoreRefs(**pick(SemaphoreRefs)),
-        )  # fmt: skip
+        groups: Any = StepRefs, TokenRefs, LayerRefs, PoolRefs, BufferRefs, WorkRefs, SemaphoreRefs
+        return cls(*(group(**{name: known.get(name) for name in group._fields}) for group in groups))
 
     @property
     def kinds(self) -> tuple[str, ...]:

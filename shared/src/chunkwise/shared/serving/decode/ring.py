@@ -164,9 +164,7 @@ def _same_key(rows: int, keys: int, HV: int) -> jax.Array:
     return (key == lax.div(row, jnp.int32(HV)) * H + lax.rem(row, H)).astype(jnp.bfloat16)[None]
 
 
-def fold_tokens(
-    keys: jax.Array, writes: jax.Array, gates: jax.Array, count, HV: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def fold_tokens(keys: jax.Array, writes: jax.Array, gates: jax.Array, count, HV: int) -> tuple[jax.Array, ...]:
     """Return what a fold adds to the states of a slot, in the order of the rows of a token.
 
     Args:
