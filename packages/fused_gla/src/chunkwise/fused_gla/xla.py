@@ -34,7 +34,7 @@ def _with_channel_gates(x: chunks.Tokens) -> chunks.Form:
     back = lambda y: y.reshape(n, HV, *y.shape[1:])
     same = None if x.masks is None else jnp.repeat(x.masks.same, HV, axis=0)
     decays = tile.decays(flat(x.g), 1.0, same)
-    from_start, to_end, through = _within(x, *map(back, decays[1:4]))
+    from_start, to_end, through = x.within_sequence(*map(back, decays[1:4]))
     k, through = wide(x.k), jnp.swapaxes(through, 2, 3)
     if x.q is None:
         return chunks.Form(through, k * to_end, None, None)
@@ -45,23 +45,12 @@ def _with_channel_gates(x: chunks.Tokens) -> chunks.Form:
 def _with_head_gates(x: chunks.Tokens, products: state_scan.Products) -> chunks.Form:
     n, HV, C, _ = x.v.shape
     between, *sums = (y.reshape(n, HV, *y.shape[1:]) for y in gate_sums(x.g.reshape(n * HV, C)))
-    from_start, to_end, through = _within(x, *map(jnp.exp, sums))
+    from_start, to_end, through = x.within_sequence(*map(jnp.exp, sums))
     if x.q is None:
         return chunks.Form(through, x.k, None, None, to_end=to_end)
     pairs = tiles.lower(C) if x.masks is None else tiles.lower(C) & x.masks.same[:, None]
     scores = tiles.repeat_heads(products.dot_nt(x.q, x.k), HV, axis=1) * jnp.where(pairs, jnp.exp(between), 0.0)
     return chunks.Form(through, x.k, x.q, scores, from_start=from_start, to_end=to_end)
-
-
-def _within(x: chunks.Tokens, from_start, to_end, through) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the decays of chunks without those that lead to another sequence."""
-    if x.masks is None:
-        return from_start, to_end, through
-    return (
-        jnp.where(x.masks.carried[:, None, :, None], from_start, 0.0),
-        jnp.where(x.masks.ending[:, None, :, None], to_end, 0.0),
-        jnp.where(x.masks.through[:, None, None, None], through, 0.0),
-    )
 
 
 def gate_sums(g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

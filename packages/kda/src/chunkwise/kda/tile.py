@@ -292,28 +292,16 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
     return out
 
 
-def within_sequence(carried: list, ending: list, through: jax.Array, masks: Any):
-    """Return rows that read or write the state, with zeros where they belong to another sequence.
-
-    Args:
-      carried: tiles [h, C, K] of rows that read the state before the chunk.
-      ending: tiles of rows that write the state after it.
-      through: [h, 1, K], the decay over the chunk.
-      masks: the masks of a chunk that holds several sequences, with fields carried, ending and through, or None.
-    """
-    if masks is None:
-        return *carried, *ending, through
-    carried = [jnp.where(masks.carried, x, 0.0) for x in carried]
-    return *carried, *(jnp.where(masks.ending, x, 0.0) for x in ending), jnp.where(masks.through, through, 0.0)
-
-
 def boundary_tile(decays: ChannelDecays, masks: layout.SequenceMasks | None):
     """Return the decays from the start of a chunk, to its end and through it, within one sequence.
 
     The first of them is a list: for queries, and for erase keys.
     """
     starts = [decays.start] if decays.erased is None else decays.rows(lambda x: x.start)
-    *starts, end, through = within_sequence(starts, [decays.end], decays.start[:, -1:], masks)
+    end, through = decays.end, decays.start[:, -1:]
+    if masks is not None:
+        starts = [jnp.where(masks.carried, x, 0.0) for x in starts]
+        end, through = jnp.where(masks.ending, end, 0.0), jnp.where(masks.through, through, 0.0)
     return [starts[0], starts[-1]], end, through
 
 

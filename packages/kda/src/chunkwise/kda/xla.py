@@ -105,11 +105,7 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     scores, M, decayed = jax.tree.map(lambda y: y.reshape(n, HV, *y.shape[1:]), found)
     if masks is not None:
         scores, M = (jnp.where(masks.same[:, None], y, 0.0) for y in (scores, M))
-        column = lambda y: y[:, None, :, None]
-        masks = masks._replace(
-            carried=column(masks.carried), ending=column(masks.ending), through=column(masks.through[:, None])
-        )
-    q_start, e_start, k_end, through = tile.within_sequence(decayed[:2], decayed[2:3], decayed.through, masks)
+    (q_start, e_start), k_end, through = x.within_sequence(decayed[:2], decayed[2], decayed.through)
     return chunks.Form(
         through=jnp.swapaxes(through, 2, 3),
         k=k_end,

@@ -64,6 +64,20 @@ class Tokens(NamedTuple):
     masks: chunking.StreamMasks | None
     solved: bool
 
+    def within_sequence(self, from_start: Any, to_end: jax.Array, through: jax.Array) -> tuple[Any, jax.Array, Any]:
+        """Return what decays lead to, with zeros where they lead to another sequence.
+
+        Args:
+          from_start: arrays [n, heads, C, ...] of rows that read the states before the chunks, in any tree.
+          to_end: the same of rows that write the states after them.
+          through: the decays over whole chunks, [n, heads, 1, ...].
+        """
+        if (masks := self.masks) is None:
+            return from_start, to_end, through
+        of_rows = lambda owned, y: jnp.where(owned[:, None, :, None], y, 0.0)
+        from_start = jax.tree.map(lambda y: of_rows(masks.carried, y), from_start)
+        return from_start, of_rows(masks.ending, to_end), of_rows(masks.through[:, None], through)
+
 
 class Form(NamedTuple):
     """How n chunks of h heads with values v change the states S before them, and read them.
