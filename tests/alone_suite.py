@@ -75,7 +75,7 @@ def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
         )  # fmt: skip
         return [
             dict(common, initial_state=states, output_final_state=True, cu_seqlens=ends, eps=1e-5),
-            dict(raw, segment_ids=ids, implementation="fused", config=config),
+            dict(raw, segment_ids=ids, implementation="fused", config=config, disable_recompute=True),
             dict(raw, sharding="heads", output_final_state=True),
             dict(context_axis="tokens"),
             *([step, step | {"implementation": "fused"}] if name.startswith("recurrent_") else []),

@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block_size": (BLOCKS | dict(block_size=32), BLOCKS | dict(block_size=16)),
     "decode_tokens": ({}, dict(decode_tokens=2)),
     "config": ({}, dict(config=None)),
+    "disable_recompute": ({}, dict(disable_recompute=True)),
     "use_gate_in_kernel": ({}, LAW),
     "lower_bound": (LAW, LAW | dict(lower_bound=-5.0)),
     "use_beta_sigmoid_in_kernel": ({}, dict(use_beta_sigmoid_in_kernel=True)),
@@ -54,8 +55,9 @@ VALUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "use_write_sigmoid_in_kernel": ({}, dict(use_write_sigmoid_in_kernel=True)),
     "erase_before_decay": (dict(erase_before_decay=False), dict(erase_before_decay=True)),
 }
-# A promise about the values of the arguments changes no result, and an implementation may make no use of it.
-PROMISES = {"min_gate"}
+# An implementation may make no use of a promise about the values of arguments, which changes no result, and may keep
+# for the backward all that it can in any case.
+PROMISES = {"min_gate", "disable_recompute"}
 FORMS = {"chunk": ("fused", "staged", "xla"), "recurrent": ("fused", "xla"), "ragged": ("fused", "staged", "xla")}
 # A step has two branches, and every operator has its own kernels in one of them only.
 THOROUGH = dict(test_every_option=lambda name: name in ("ragged_gated_delta_rule", "ragged_gdn2", "ragged_comba"))

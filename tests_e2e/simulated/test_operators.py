@@ -51,11 +51,12 @@ def test_operator(operator, batch, gradients, dtype, cores):
 
 @pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])
 def test_several_chunks_of_a_step(dtype, cores):
-    """Two rows of 9 chunks, two in a grid step, of which the last has one; and the inverses that the backward reads."""
+    """Two rows of 9 chunks, two in a grid step, of which the last has one; and what the backward reads."""
     config = fused_gdn.Config(1, 1, 2)
-    assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config=config)
+    keeps = dict(disable_recompute=dtype == "float32")
+    assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config, keeps)
     operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
-    assert_operator(operator, {}, (2, 140), True, False, dtype, config=kda.Config(1, 1, 2))
+    assert_operator(operator, {}, (2, 140), True, False, dtype, kda.Config(1, 1, 2))
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
@@ -64,15 +65,13 @@ def test_erase_gates(gradients):
     assert_operator("gdn2", {}, (1, 24), True, gradients, "float32")
 
 
-def assert_operator(operator, sequences, sizes, states, gradients, dtype, config=None, **more):
+def assert_operator(operator, sequences, sizes, states, gradients, dtype, config=None, more=None):
     """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
     entry = operators.OPERATORS[f"chunk_{operator}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
-    x = operators.operator_inputs(
-        entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states, **more
-    )
+    x = operators.operator_inputs(entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states)
     options = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
-    options |= dict(chunk_size=16, implementation="fused", config=config or CONFIGS[operator])
+    options |= dict(chunk_size=16, implementation="fused", config=config or CONFIGS[operator], **more or {})
     assert_recurrence(entry.function, x, gradients=gradients, **sequences, **options)
 
 

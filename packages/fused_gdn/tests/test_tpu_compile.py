@@ -34,15 +34,18 @@ def assert_float32_accuracy(text, tensors):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("C", "packed", "K"), [(128, True, 128), (64, False, 256)])
-def test_forward_and_backward(chip, C, packed, K):
+@pytest.mark.parametrize(
+    ("C", "packed", "K", "disable_recompute"),
+    [(128, True, 128, False), (64, False, 256, False), (64, False, 128, True)],
+)
+def test_forward_and_backward(chip, C, packed, K, disable_recompute):
     """The rows that are not packed are long enough for a forward of several chunks a grid step."""
 
     def gradients(q, k, v, g, beta, cu_seqlens, do):
         def run(*x):
             return chunk_gated_delta_rule(
                 *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="fused", config=Config(2, 2, chunks=2),
-                use_qk_l2norm_in_kernel=True,
+                use_qk_l2norm_in_kernel=True, disable_recompute=disable_recompute,
             )[0]  # fmt: skip
 
         o, pull = jax.vjp(run, q, k, v, g, beta)
@@ -51,8 +54,8 @@ def test_forward_and_backward(chip, C, packed, K):
     cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32) if packed else None
     arguments = specs(600, 1, 2, K, K)
     text = tpu.compile_for(gradients, *arguments, cu_seqlens, arguments[2], chip=chip).as_text()
-    # One launch forward; two backward, the states and the reverse pass.
-    assert text.count('custom_call_target="tpu_custom_call"') == 3
+    # One launch forward; backward the states, unless they are kept, and the reverse pass.
+    assert text.count('custom_call_target="tpu_custom_call"') == 3 - disable_recompute
     assert_float32_accuracy(text, jnp.bfloat16)
 
 

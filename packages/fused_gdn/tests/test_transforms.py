@@ -12,6 +12,7 @@ from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.recurrence import assert_recurrence
+from tests.traced import launches
 
 CUTS = [0, 1, 64, 64, 70, 128, 200]
 QUICK = ((jnp.float32, "logsigmoid"),)
@@ -87,17 +88,42 @@ def test_vmap_remat_and_traced_scale():
     assert_close("dscale", dscale, 2 * np.sum(want**2) / 0.7, GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_kept_for_the_backward_holds_no_padding(packed):
-    """The inputs in their types, the inverse of every step, and what says how sequences lie in chunks."""
+@pytest.mark.parametrize(("packed", "disable_recompute"), [(False, False), (True, False), (True, True)])
+def test_kept_for_the_backward_holds_no_padding(packed, disable_recompute):
+    """The inputs in their types, the inverse of every step, and what says how sequences lie in chunks.
+
+    If nothing is made again, the states and the new values are kept, too.
+    """
     x = make_inputs(1, 40, 1, 2, 60, 100, dtype=jnp.bfloat16)
     cu_seqlens = jnp.array([0, 5, 21], jnp.int32) if packed else None
-    run = lambda x: chunk_gated_delta_rule(**x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused")[0]
+    run = lambda x: chunk_gated_delta_rule(
+        **x, cu_seqlens=cu_seqlens, chunk_size=16, implementation="fused", disable_recompute=disable_recompute
+    )[0]
     # JAX keeps a few scalars as well, such as the number that it pads with.
     kept = [y for y in jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(run, x)[1], x)) if y.shape]
     inverse, tables = 4 * 3 * 16 * 32, 4 * packed * (3 * 32 + 4 + 3)
     size = lambda y: y.size * y.dtype.itemsize
-    assert sum(map(size, kept)) <= sum(map(size, x.values())) + inverse + tables
+    more = (3 * 2 * 60 * 100 * 2 + 40 * 2 * 100 * 4) * disable_recompute
+    assert 0 <= sum(map(size, x.values())) + inverse + tables + more - sum(map(size, kept)) <= tables
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_nothing_is_made_again(chunks):
+    """The gradients keep every bit; `jax.checkpoint` makes all that the backward reads in one launch."""
+    x = make_inputs(1, 200, 1, 2, 24, 40, dtype=jnp.bfloat16)
+
+    def run(x, disable_recompute):
+        return chunk_gated_delta_rule(
+            **x, chunk_size=16, implementation="fused", config=Config(2, 2, chunks), disable_recompute=disable_recompute
+        )[0]  # fmt: skip
+
+    def gradients(run, disable_recompute):
+        return lambda x: jax.value_and_grad(lambda x: jnp.sum(run(x, disable_recompute).astype(jnp.float32) ** 2))(x)
+
+    kinds = lambda run: [x.name.split("_")[4] for x in launches(gradients(run, True), x)]
+    assert kinds(run) == ["fwd", "bwd"]
+    assert kinds(jax.checkpoint(run, static_argnums=1)) == ["fwd", "states", "bwd"]
+    jax.tree.map(np.testing.assert_array_equal, gradients(run, True)(x), gradients(run, False)(x))
 
 
 def test_gradient_passes_the_check_of_shard_map():

@@ -1,5 +1,6 @@
 """Layers compile for TPUs, and what `jax.checkpoint` repeats of them."""
 
+import dataclasses
 import functools
 import re
 
@@ -81,6 +82,16 @@ def test_the_policy_spares_a_second_forward(name):
         run = jax.checkpoint(functools.partial(loss, name), **options)
         counts.append(text_for_tpu(jax.value_and_grad(run, argnums=(0, 1)), x, weights).count(KERNELS[name]))
     assert counts[0] == 2 * counts[1] > 0
+
+
+def test_a_layer_may_recompute_nothing():
+    """The states of the operator are then kept, and not made again by a launch of their own."""
+    (x, weights), layer = shapes("gated_delta_net"), LAYERS["gated_delta_net"]
+    for disabled in (False, True):
+        config = dataclasses.replace(layer.config, disable_recompute=disabled)
+        run = lambda *args, config=config: layer.run(*args, config, implementation="fused")[0]
+        text = text_for_tpu(lambda *args, run=run: jax.vjp(run, *args)[1](args[0]), x, weights)
+        assert ("gated_delta_rule_states" not in text) == disabled
 
 
 @pytest.mark.tpu

@@ -33,6 +33,7 @@ def chunk_gated_delta_rule(
     implementation: str | None = None,
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
+    disable_recompute: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated delta rule over whole sequences, chunk by chunk, differentiable.
@@ -43,6 +44,10 @@ def chunk_gated_delta_rule(
 
     Args:
       g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
+      disable_recompute: whether "fused" keeps the states before all chunks and the new values of its forward for the
+        backward, which makes them again otherwise; static. The other implementations always keep them. It saves a
+        launch where the output and the gradients are wanted, without `jax.checkpoint`, and not in a scan over layers,
+        which would copy what is kept.
       config: tile sizes of the kernels of "fused"; None for the best. If the value heads of a key head are too many for
         a grid step, they are divided, and q and k are repeated.
 
@@ -52,7 +57,9 @@ def chunk_gated_delta_rule(
       7e-2, others 9e-3. The cumulative gate, the inverse and the state are float32 in both.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; q, k, v are read and o is written once.
       The forward keeps for the backward the inputs and the float32 inverse, 4 B T HV C bytes. The backward of "fused"
-      takes two launches: the states before every chunk, then one reverse pass.
+      takes two launches: the states before every chunk, then one reverse pass. With disable_recompute the forward also
+      keeps these states, in the type of the products, and the float32 new values, B T HV (2 K V / C + 4 V) bytes for
+      bfloat16 tensors, and the backward takes one launch.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), section 3.3.
     """
     ...

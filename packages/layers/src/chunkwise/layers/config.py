@@ -121,14 +121,17 @@ class GatedDeltaNetConfig(LayerConfig):
     Attributes:
       allow_neg_eigval: whether step sizes go up to 2, as in OLMo-hybrid.
       activation: the activation of the norm's gate, "silu" or "sigmoid", which Qwen4-Exp may have.
+      disable_recompute: whether training without `jax.checkpoint` takes more memory and less time, an argument of
+        `chunk_gated_delta_rule`.
     """
 
     allow_neg_eigval: bool = False
     activation: str = "silu"
+    disable_recompute: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_flags(allow_neg_eigval=self.allow_neg_eigval)
+        checks.check_flags(allow_neg_eigval=self.allow_neg_eigval, disable_recompute=self.disable_recompute)
         known = self.activation in _GATES
         checks.check(known, f"`activation` must be one of {_GATES}; got {self.activation!r}.")
 

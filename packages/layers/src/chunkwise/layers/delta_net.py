@@ -1,5 +1,6 @@
 """The gated DeltaNet of Qwen3-Next, Qwen3.5 and OLMo-hybrid."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -137,8 +138,11 @@ def _mix(
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     z, a, b = (running.project(x, weight) for weight in (w.z, w.a, w.b))
+    operators = _OPERATORS
+    if config.disable_recompute:
+        operators = operators._replace(chunk=functools.partial(operators.chunk, disable_recompute=True))
     y, cache = mixing.delta_rule(run, x)(
-        run, config, _OPERATORS, projected, w.conv, a, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
+        run, config, operators, projected, w.conv, a, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
         activation=config.activation, eps=config.eps, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
     return running.project_out(y, w.out, x), cache

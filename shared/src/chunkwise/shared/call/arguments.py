@@ -133,6 +133,7 @@ class Options(NamedTuple):
       scale: the number that multiplies the output, beside `Arguments.scale`, which is then an array or None; None
         before it is chosen.
       large_steps: step sizes or erase gates may exceed 1; False where a sigmoid makes them.
+      disable_recompute: keep every array of the forward that the backward reads, also where it is made again otherwise.
     """
 
     output_final_state: bool = False
@@ -149,6 +150,7 @@ class Options(NamedTuple):
     erase_before_decay: bool = False
     scale: Any = None
     large_steps: bool = True
+    disable_recompute: bool = False
 
 
 def total_gate(x: Arguments) -> jax.Array:
@@ -177,7 +179,7 @@ def check_shared(x: Arguments, options: Options) -> Arguments:
     Returns:
       The arguments, with the A_log of a law as [HV].
     """
-    flags = "output_final_state", "use_qk_l2norm_in_kernel"
+    flags = "output_final_state", "use_qk_l2norm_in_kernel", "disable_recompute"
     checks.check_flags(**{name: getattr(options, name) for name in flags})
     checks.check_scale(x.scale)
     gates.check_gate_activation(options.activation, x.A_log, x.dt_bias, x.g)

@@ -26,7 +26,7 @@ INSTEAD = {
     "selects the bounded law.",
     "state_v_first": _LAYOUT,
     "transpose_state_layout": _LAYOUT,
-    "disable_recompute": "leave it out; `jax.checkpoint` and its policies decide what the backward computes again.",
+    "disable_recompute": "leave it out; only `jax.checkpoint` makes the backward compute something again.",
     "cu_seqlens_cpu": _HOST,
     "chunk_indices": _HOST,
     "chunk_offsets": _HOST,

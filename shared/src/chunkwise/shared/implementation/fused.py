@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
       states: the launch that takes states through the tokens and computes no output o; outputs ht, M, and
         `precomputed`.
       residuals: the outputs of the forward that the backward reads, beside the arguments.
-      recomputed: the outputs of the forward that the backward makes again.
+      recomputed: the outputs of the forward that the backward makes again, unless `disable_recompute` keeps them.
       precomputed: the outputs of `states` that `forward` takes, if it runs after `states`; they are residuals, too.
       optional: the operands, named as arguments, whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
@@ -198,7 +198,8 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, steps: Steps, pre
     requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
     x, steps, precomputed = jax.tree.map(lambda y: y.value, (x, steps, precomputed))
     static = kernels.static_for(x, options, requested)
-    names = tuple(name for name in kernels.residuals if name not in precomputed)
+    residuals = kernels.residuals + kernels.recomputed * options.disable_recompute
+    names = tuple(name for name in residuals if name not in precomputed)
 
     def launch(outputs: tuple[str, ...], x, steps, precomputed):
         out = kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, (*outputs, *names))
@@ -240,7 +241,7 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     do = jnp.zeros((*interleaved.first(x.q).shape[:2], *x.v.shape[2:]), x.v.dtype) if do is None else do
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
     operands, transpose = jax.vjp(lambda floats: kernels.lay_out(x._replace(**floats), static, True), floats)
-    if kernels.recomputed:
+    if not residuals.keys() >= {*kernels.recomputed}:
         y = _operands(kernels, x, static, steps, **residuals)
         residuals |= kernels.forward(y, static, kernels.recomputed)
     present = [name for name, y in vars(operands).items() if y is not None]

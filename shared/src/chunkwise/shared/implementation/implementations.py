@@ -18,7 +18,7 @@ from chunkwise.shared.plain.state_map import StateMap, augment_with_identity, ma
 # names the others that it reads in `Implementation.options`.
 _READ_BY_ALL = frozenset({
     "output_final_state", "chunk_size", "activation", "sharding", "context_axis", "block_size", "decode_tokens",
-    "scale", "large_steps",
+    "scale", "large_steps", "disable_recompute",
 })  # fmt: skip
 
 
