@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
-    """Run stages side by side, each one step behind the stage that began before it.
+    """Run stages side by side, each one round behind the stage that began before it.
 
     A stage is a generator that yields where it would wait. A round begins the next stage, and takes every stage that
-    has begun one step further, beginning with the latest.
+    has begun to its next yield, beginning with the latest.
 
     Yields:
       None after every round, so that the caller can put other products between two rounds.
@@ -32,9 +32,9 @@ def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
 
 
 def interleave(order: str, **each: Iterator) -> None:
-    """Take iterators one step further at a time, in an order of their names, which are one letter each.
+    """Take the next item of iterators in an order of their names, which are one letter each.
 
-    A step past the end of an iterator does nothing. The caller finishes the iterators that the order does not finish.
+    Past its end an iterator does nothing. The caller finishes the iterators that the order does not finish.
     """
     for name in order:
         next(each[name], None)

@@ -1,1 +1,1 @@
-"""Serving: the table of a step, pools of states and their slots, decodes, and rings."""
+"""Serving: the table of a serving step, pools of states and their slots, decodes, and rings."""

@@ -96,7 +96,7 @@ def run_step(
         decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
         return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
 
-    # A step without decodes, or without prefills, spends no time on them.
+    # A serving step without decodes, or without prefills, spends no time on them.
     nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
     leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
     only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
@@ -130,8 +130,8 @@ def _prefill(
         if pool.is_array:
             o, states = implementation.pooled(x._replace(initial_state=pool.states), options, routes)
             return o, pool._replace(states=states)
-        # `small` is a pool of only the states of this step: the state of sequence n in slot n, then states after
-        # blocks.
+        # `small` is a pool of only the states of this serving step: the state of sequence n in slot n, then states
+        # after blocks.
         small, into, slot = _gather(pool, routes, accepted, options.block_size)
         o, small = implementation.pooled(x._replace(initial_state=small), options, into)
         return o, state_pool.store(pool, slot, small)

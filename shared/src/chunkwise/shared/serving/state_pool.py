@@ -37,7 +37,7 @@ class StatePool(NamedTuple):
     """A pool of states, made by `make_pool`; a pytree of arrays whose first dimension is the slots.
 
     It is a named tuple, so libraries for checkpoints, such as flax.serialization and orbax, can save it. Donate it to
-    the jitted step, which returns a pool of the same kind. HV = H R: value head n belongs to key head n // R.
+    the jitted serving step, which returns a pool of the same kind. HV = H R: value head n belongs to key head n // R.
 
     Attributes:
       states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8.
@@ -134,8 +134,8 @@ def pool_formats(pool):
     """Return the Formats of a pool in rows, one for every array, for `jax.device_put` and `out_shardings` of `jax.jit`.
 
     The kernels take every array of a pool with its last dimension in rows. By default XLA lays out some arrays in
-    another way on a TPU: states of a convolution, which have 3 rows a slot, among them. Then every step copies the
-    whole array into rows and back, however few of its slots the step needs::
+    another way on a TPU: states of a convolution, which have 3 rows a slot, among them. Then every serving step copies
+    the whole array into rows and back, however few of its slots it needs::
 
         formats = pool_formats(pools)
         pools = jax.device_put(pools, formats)
@@ -241,7 +241,7 @@ def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Arra
 
 
 def read(pool: StatePool, source: jax.Array, accepted: jax.Array | None) -> jax.Array:
-    """Return the states that sequences of a step start from, float32 [n, HV, K, V]; zeros for no slot."""
+    """Return the states that sequences of a serving step start from, float32 [n, HV, K, V]; zeros for no slot."""
     return load(pool, source, kept_tokens(pool, source, accepted) if pool.replay else None)
 
 

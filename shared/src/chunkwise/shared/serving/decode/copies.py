@@ -12,7 +12,7 @@ from chunkwise.shared.serving.decode import table
 from chunkwise.shared.serving.decode.records import KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 
-# How many buffers the groups of sequences take in turn.
+# How many buffers the grid steps take in turn.
 BUFFERS = 2
 
 

@@ -76,7 +76,7 @@ def _clear_new(refs: DecodeRefs, i) -> None:
     """Put zeros into the buffers of sequences that start from no slot."""
     b, slots = copies.buffer_of(i), table.of_step(refs, table.SOURCE, i)
 
-    # One branch skips all sequences, because most steps have no such sequence.
+    # One branch skips all sequences, because most grid steps have no such sequence.
     @pl.when(functools.reduce(jnp.minimum, slots) < 0)
     def _():
         for place, slot in enumerate(slots):
@@ -206,9 +206,9 @@ def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
     read = reads.read_states(refs, s, b, counts, rows, list(zip(erased, decays, strict=True)))
     for h in range(s.HV):
         at = slice(h * s.width, h * s.width + s.V)
-        step, (S_e, S_q) = None if beta is None else beta[:, h : h + 1], read[h]
+        size, (S_e, S_q) = None if beta is None else beta[:, h : h + 1], read[h]
         refs.work.made[:, at], o = tile.run_rule(
-            q[h // s.group], k[h // s.group], v[h], gates[h], step, rows[h][0], S_e, S_q, s
+            q[h // s.group], k[h // s.group], v[h], gates[h], size, rows[h][0], S_e, S_q, s
         )
         if s.norm is not None:
             first = refs.lanes["z"].start + h * s.V
@@ -275,7 +275,7 @@ def _append_keys(refs: DecodeRefs, s: KernelStatic, b, counts, k, gates) -> None
 
 
 def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -> None:
-    """Store heads [m, D] in a buffer of the tokens of all sequences, as rows of a token or by groups [R, H]."""
+    """Store heads [m, D] in a buffer of the tokens of all sequences, as rows of a token or in the order [R, H]."""
     for t, token in enumerate(zip(*(tile.by_token(x, s) for x in heads), strict=True)):
         at = (b, slice(None), t) if s.decode_tokens > 1 else (b, slice(None))
         if len(buffer.shape) == len(at) + 2:

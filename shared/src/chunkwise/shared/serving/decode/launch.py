@@ -129,8 +129,8 @@ def launch(
         decode for each slot of the states.
       pool: the pool of states, float32, bfloat16 or int8, with rings or without.
       cu_seqlens: the boundaries as the caller gave them.
-      slots: the slots of the step; `state_indices` has a slot for each sequence, or without rings for each token of a
-        decode; and a number of decodes is given.
+      slots: the slots of the serving step; `state_indices` has a slot for each sequence, or without rings for each
+        token of a decode; and a number of decodes is given.
 
     Returns:
       The outputs of all tokens [T, HV V], zeros for tokens of no decode, and the pools.
@@ -139,7 +139,7 @@ def launch(
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
     if n is None:
         return _launch_in_parts(x, pool, cu_seqlens, slots)
-    groups, rows = -(-N // n), s.HV * s.width
+    grid_steps, rows = -(-N // n), s.HV * s.width
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
     tables: dict[str, Any] = dict(
         boundaries=cu_seqlens, write=slots.state_indices.reshape(-1), read=slots.read_indices,
@@ -155,7 +155,7 @@ def launch(
     first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y, *each: pltpu.VMEM((copies.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
-    m, numbers = n * s.decode_tokens, pltpu.SMEM((groups * n * table.numbers(targets),), jnp.int32)
+    m, numbers = n * s.decode_tokens, pltpu.SMEM((grid_steps * n * table.numbers(targets),), jnp.int32)
     scratch: dict[str, Any] = dict(table=numbers, side_by_side=(T + 1, x.lanes), rows=(m, x.lanes))
     scratch["outputs"] = T + 1, rows
     if x.weight:
@@ -176,9 +176,9 @@ def launch(
     scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
     out = launcher.launch(
         functools.partial(kernel.decode_kernel, s=s),
-        DecodeRefs.grouped,
+        DecodeRefs.of_names,
         name=s.rule.name,
-        grid=(groups,),
+        grid=(grid_steps,),
         dimension_semantics=("arbitrary",),
         tables=tables,
         inputs={name: (y, first((T, *y.shape[1:]))) for name, y in x.tokens.items()}

@@ -1,4 +1,4 @@
-"""The Refs of the kernel of `decode.kernel`, in groups."""
+"""The Refs of the kernel of `decode.kernel`, in records of one kind each."""
 
 import itertools
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class StepRefs(NamedTuple):
 
 
 class TokenRefs(NamedTuple):
-    """The tokens of the step, and of a grid step. Queries, keys and values are channels of one array or of three.
+    """The tokens of the serving step, and of a grid step. Queries, keys and values are channels of one or three arrays.
 
     Attributes:
       x: [T, channels] each, inputs of the convolution.
@@ -174,7 +174,7 @@ class SemaphoreRefs(NamedTuple):
 
 
 class DecodeRefs(NamedTuple):
-    """The Refs of the kernel, in groups."""
+    """The Refs of the kernel, in records."""
 
     step: StepRefs
     tokens: TokenRefs
@@ -185,15 +185,15 @@ class DecodeRefs(NamedTuple):
     semaphores: SemaphoreRefs
 
     @classmethod
-    def grouped(cls, **named: jax.Ref) -> "DecodeRefs":
+    def of_names(cls, **named: jax.Ref) -> "DecodeRefs":
         """Return the Refs by the names that the launch gives them; a name that is missing becomes None."""
         arrays = lambda begin, end="": _numbered(named, begin, end)
         known: dict[str, Any] = named | {name: named.get(f"{name}_out") for name in PoolRefs._fields}
         known |= dict(x=arrays("x"), w=arrays("w"), b=arrays("b"), conv=arrays("conv", "_out"))
         known |= dict(conv_in=arrays("in"), conv_out=arrays("out"))
 
-        groups: Any = StepRefs, TokenRefs, LayerRefs, PoolRefs, BufferRefs, WorkRefs, SemaphoreRefs
-        return cls(*(group(**{name: known.get(name) for name in group._fields}) for group in groups))
+        kinds: Any = StepRefs, TokenRefs, LayerRefs, PoolRefs, BufferRefs, WorkRefs, SemaphoreRefs
+        return cls(*(kind(**{name: known.get(name) for name in kind._fields}) for kind in kinds))
 
     @property
     def kinds(self) -> tuple[str, ...]:
