@@ -49,17 +49,12 @@ class Group(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and step_chunks(static) > 1
-
-
-def step_chunks(static: FusedStatic) -> int:
-    """Return the chunks of a grid step, about as many in the last one as in the others."""
-    return -(-static.steps // -(-static.steps // static.config.chunks))
+    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static) > 1
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    return kernel_bwd.plan(x, static.in_steps_of(step_chunks(static)), outputs, _kernel)
+    return kernel_bwd.plan(x, static.in_steps_of(chunk_loop.even_chunks(static)), outputs, _kernel)
 
 
 def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
@@ -105,7 +100,7 @@ def _prepare(refs, chunks: list[chunk_loop.StageChunk], loaded, gates: tile.Gate
     gate = tile.pack_gates(gates, heads)
     pairs, *decays = tile.boundary_decays(gate, heads, None)
     scores = tile.scores([k, q], k, gate, pairs, heads)
-    A_inv, do = loads.load_each(refs.A_inv, chunks), _load_tokens(chunks, refs.do, s)
+    A_inv, do = chunk_loop.load_each(refs.A_inv, chunks), _load_tokens(chunks, refs.do, s)
     return Group(chunks, heads._replace(first=0, first_key=0), q, k, do, A_inv, gate, decays, scores, [])
 
 
@@ -131,7 +126,7 @@ def _finish(refs, group: Group, of_rounding: list, static: FusedStatic, s: tile.
     """Store the gradients of the tokens of a group."""
     dS, *of_values = (jnp.concatenate(x) for x in zip(*group.passed, strict=True))
     gradients = yield from tile_bwd.token_gradients(
-        group.q, group.k, group.gate, group.decays, group.scores, loads.load_each(refs.h, group.chunks),
+        group.q, group.k, group.gate, group.decays, group.scores, chunk_loop.load_each(refs.h, group.chunks),
         _load_tokens(group.chunks, refs.v_new_over_beta, s), group.do, dS, of_values, static.scale, group.heads,
     )  # fmt: skip
     for i, chunk in enumerate(group.chunks):

@@ -160,7 +160,7 @@ def _finish(refs: GdnChunksRefs, every: tile.Heads, inverting: Iterator, inverse
 
 def _read_inverses(refs: GdnChunksRefs, chunks: list, k, staged: dict, lefts: dict) -> Iterator[None]:
     """Leave L in `lefts` from the inverses that an earlier launch has made, for heads that are prepared."""
-    A_inv = loads.load_each(refs.A_inv, chunks)  # [n, C, p C]
+    A_inv = chunk_loop.load_each(refs.A_inv, chunks)  # [n, C, p C]
     while len(lefts) < len(staged):
         part, values = list(staged.items())[len(lefts)]
         inverses = A_inv[part.packs_at]

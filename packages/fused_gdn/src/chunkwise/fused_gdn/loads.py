@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
-from chunkwise.shared.kernels import chunk_loop, layout, nonfinite, tiles
+from chunkwise.shared.kernels import layout, nonfinite, tiles
 from chunkwise.shared.kernels.operands import FusedStatic
 
 
@@ -38,15 +38,6 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slic
     for i in range(1, len(factor)):
         by_head = jnp.where(head >= jnp.int32(i * s.group), factor[i], by_head)
     return q, k, g, beta * by_head, by_head
-
-
-def load_each(ref, chunks: list[chunk_loop.StageChunk]) -> jax.Array:
-    """Load an array with an entry [n, rows, lanes] for every chunk of a block, [chunks n, rows, lanes].
-
-    The entry of a chunk without tokens holds anything, and becomes zeros.
-    """
-    entries = [(ref[x.index], None if x.valid is None else x.valid[:1]) for x in chunks]
-    return jnp.concatenate([x if filled is None else jnp.where(filled, x, jnp.zeros_like(x)) for x, filled in entries])
 
 
 def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:

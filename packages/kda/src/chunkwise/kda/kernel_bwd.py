@@ -4,6 +4,7 @@ The mathematics is in tile_bwd.py.
 """
 
 import functools
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import chunk_loop, chunk_steps, launcher, layout, nonfinite, packed, tiles
+from chunkwise.shared.kernels import chunk_loop, chunk_steps, layout, nonfinite, packed, schedule, tiles
 
 
 class KdaBwdRefs(NamedTuple):
@@ -56,8 +57,7 @@ class KdaBwdRefs(NamedTuple):
 
 def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
-    if refs.dlaw is not None:
-        pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
+    clear_sums(refs)
     results, in_lanes = (refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw), (refs.dbeta,)
     results, in_lanes = ((*results, refs.dg), in_lanes) if static.per_channel else (results, (refs.dg, *in_lanes))
     chunk_loop.run_backward(
@@ -71,9 +71,42 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
     )
 
 
-def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic) -> None:
-    """Run a grid step."""
-    heads, valid, masks = static.config.heads_bwd, chunk.valid, chunk.masks
+def clear_sums(refs: KdaBwdRefs) -> None:
+    """Clear the sums over the tokens of a row of the batch where the row begins."""
+    if refs.dlaw is not None:
+        pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
+
+
+class Loaded(NamedTuple):
+    """What the backward makes of the tokens of a chunk alone; of several chunks, their heads follow one another.
+
+    Attributes:
+      q, k: [heads, C, K] float32, q scaled.
+      erase: erase keys [heads, C, K] float32; None where keys erase.
+      beta, betas: step sizes [heads, C, 1], and as rows [heads, C].
+      rounding: the factor [heads, C] in the step sizes that makes up for the rounding of keys, or None.
+      boundary: the result of `tile.boundary_tile`.
+      do: [heads, C, V].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    erase: Any
+    beta: jax.Array
+    betas: jax.Array
+    rounding: Any
+    boundary: Any
+    do: jax.Array
+
+    @property
+    def e(self) -> jax.Array:
+        """Erase keys, which may be the keys."""
+        return self.k if self.erase is None else self.erase
+
+
+def load(refs: KdaBwdRefs, valid, masks, static: KdaStatic) -> Loaded:
+    """Load the tokens of a chunk, and store its decays in scratch memory; `valid` and `masks` as in `StageChunk`."""
+    heads = static.config.heads_bwd
     if masks is not None:
         loads.store_continuing(refs.continuing, masks)
     q = loads.load_keys(refs.q, valid, static)  # [key heads, C, K]
@@ -81,15 +114,13 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic
     gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
     group, rounding = min(static.group, heads), None
     g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
-    # If only dh0 is requested, no decay between two rows of the chunk is needed.
-    base, early = 0 if refs.dq is None else static.backward_base, static.erase_before_decay
+    base, early = base_of(refs, static), static.erase_before_decay
     continuing = None if masks is None else refs.continuing
     loads.store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
     erase = loads.gated_keys(refs, k, e, valid, static)
-    e = None if e is None and refs.b is None else erase  # None if keys erase
     if factor is not None:
         factor = by_value_head(factor)  # [heads, C, 1]
         factor = factor if refs.b is None else factor * loads.gated_rounding(k, erase)
@@ -98,68 +129,117 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic
     do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
     boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base, early), masks)
-    if refs.dq is None:
-        refs.dstate[...] = tile_bwd.state_bwd_tile(
-            q, erase, k, beta, boundary, refs.A_inv[...], refs.scores[...], do, refs.dstate[...], refs.do.dtype
-        )
-    else:
-        _token_gradients(refs, q, e, k, beta, (betas, rounding), boundary, do, chunk, static)
+    erase = None if e is None and refs.b is None else erase
+    return Loaded(q, k, erase, beta, betas, rounding, boundary, do)
 
 
-def _token_gradients(
-    refs: KdaBwdRefs, q, e, k, beta, rows, boundary, do, chunk: chunk_loop.StageChunk, static: KdaStatic
-) -> None:
-    """Store the gradients of the tokens of a chunk and of the state before the chunk.
+def base_of(refs: KdaBwdRefs, static: KdaStatic) -> int:
+    """Return the base of the decays: if only dh0 is requested, no decay between two rows of a chunk is needed."""
+    return 0 if refs.dq is None else static.backward_base
+
+
+def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic) -> None:
+    """Run a grid step."""
+    x, dtype = load(refs, chunk.valid, chunk.masks, static), refs.do.dtype
+    A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
+    of_outputs = tile_bwd.through_outputs(scores, x.do, dtype)
+    of_values = schedule.result(tile_bwd.back_to_values(x.k, x.beta, x.boundary, A_inv, of_outputs, dS, dtype))
+    refs.dstate[...] = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
+    if refs.dq is not None:
+        v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=chunk.valid)  # [heads, C, V]
+        residuals = refs.h[...], v_new_over_beta, scores
+        gradients = schedule.result(token_gradients(refs, x, residuals, of_values, dS, chunk.same, static))
+        store(refs, gradients, x.k, chunk, static)
+
+
+class Gradients(NamedTuple):
+    """The gradients of the tokens of a chunk, as `store` takes them.
+
+    Attributes:
+      dq: of scaled queries, [heads, C, K].
+      de: of erase keys, [heads, C, K]; None where keys erase.
+      dk: [heads, C, K].
+      dv: of values times write gates, [heads, C, V].
+      dg: of decays, [C, heads K].
+      dbeta: of step sizes, [heads, C].
+    """
+
+    dq: jax.Array
+    de: Any
+    dk: jax.Array
+    dv: jax.Array
+    dg: jax.Array
+    dbeta: jax.Array
+
+    def of_heads(self, heads: slice, K: int) -> "Gradients":
+        """Return the gradients of some heads."""
+        each = {name: None if x is None else x[heads] for name, x in self._asdict().items() if name != "dg"}
+        return Gradients(dg=self.dg[:, heads.start * K : heads.stop * K], **each)
+
+
+def token_gradients(
+    refs: KdaBwdRefs, x: Loaded, residuals, of_values, dS, same, static: KdaStatic
+) -> Generator[None, None, Gradients]:
+    """Return the gradients of tokens; a generator that yields where other products may stand.
 
     Args:
-      refs, chunk, static: the Refs, the chunk and the static description of the kernel.
-      q, e, k: [heads, C, K] float32, q scaled; e is None where k erases.
-      beta, rows: step sizes [heads, C, 1]; and a pair: step sizes as rows [heads, C], and the factor in them that makes
-        up for the rounding of keys, or None.
-      boundary: the result of `tile.boundary_tile`.
-      do: [heads, C, V].
+      refs: the Refs of the kernel, of which `decays` and `levels` are read.
+      x: the tokens, of one chunk or of several.
+      residuals: the state before the chunk, v_new_over_beta and scores, as in `tile_bwd.outer_bwd_tile`.
+      of_values: the results of `tile_bwd.back_to_values`.
+      dS: [heads, V, K] float32, the gradient of the state after the chunk.
+      same: pairs of one sequence, as in `StageChunk`.
+      static: the static description of the launch.
     """
-    heads, dtype, C, K, p = static.config.heads_bwd, refs.do.dtype, static.C, static.K, static.p
-    (betas, rounding), masks, valid = rows, chunk.masks, chunk.valid
-    same, stored = chunk.same, valid if static.varlen else None
-    v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=valid)  # [heads, C, V]
-    residuals, beta_rows = (
-        (refs.h[...], v_new_over_beta, refs.A_inv[...], refs.scores[...]),
-        packed.side_lanes(betas[:, None], p),
+    heads, dtype, C, K, p, early = (
+        *x.k.shape[:1],
+        refs.do.dtype,
+        static.C,
+        static.K,
+        static.p,
+        static.erase_before_decay,
     )
-    erase = k if e is None else e
-    dS, dv, (dbeta, dbeta_row), d_scores, of_state = tile_bwd.outer_bwd_tile(
-        q, erase, k, beta, beta_rows, boundary, residuals, do, refs.dstate[...], same, dtype, static.erase_before_decay
+    beta_rows = packed.side_lanes(x.betas[:, None], p)
+    (dbeta, dbeta_row), d_scores, of_state = tile_bwd.outer_bwd_tile(
+        x.k, x.beta, beta_rows, x.boundary, residuals, x.do, of_values, dS, same, dtype, early
     )
-    refs.dstate[...] = dS
+    by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
+    dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
+    dbeta = dbeta if x.rounding is None else dbeta * x.rounding
+    yield
+    # The products of the levels are made pack by pack.
+    by_pack = []
+    for n in range(0, heads, p):
+        pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
+        decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base, early)
+        tensors = x.q[pack], x.e[pack], x.k[pack]
+        by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
+        yield
+    *by_pack, of_pairs = zip(*by_pack, strict=True)
+    # [heads, 2 C, K], [heads, C, K] and [heads, C, K] or None
+    d_rows, d_columns, terms = (None if y[0] is None else jnp.concatenate(y) for y in by_pack)
+    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(x.q, x.erase, x.k, d_rows, d_columns, of_state, terms)
+    dg = tile_bwd.gate_gradients(later, earlier, of_pairs, same, dtype)  # [C, heads K]
+    return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta)
+
+
+def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: chunk_loop.StageChunk, static: KdaStatic) -> None:
+    """Store the gradients of the tokens of a chunk, whose keys are k [heads, C, K] float32."""
+    heads, C, K, valid = static.config.heads_bwd, static.C, static.K, chunk.valid
     # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
     # the last token.
+    stored = valid if static.varlen else None
+    dv, dk, dg = x.dv, x.dk, x.dg
     if refs.w is not None:
         v, w = (layout.load_heads(ref, static.V, valid=valid).astype(jnp.float32) for ref in (refs.v, refs.w))
         layout.store_heads(refs.dw, v * dv, stored)
         dv = w * dv
     layout.store_heads(refs.dv, dv, stored)
     if refs.dbeta is not None:
-        by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
-        dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
-        dbeta = dbeta if rounding is None else dbeta * rounding
-        _store_in_lanes(refs.dbeta, dbeta, chunk.step, stored, C)
-
-    # The products of the levels are made pack by pack.
-    by_pack = []
-    for n in range(0, heads, p):
-        pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
-        decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base, static.erase_before_decay)
-        tensors = q[pack], erase[pack], k[pack]
-        by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
-    *by_pack, of_pairs = zip(*by_pack, strict=True)
-    # [heads, 2 C, K], [heads, C, K] and [heads, C, K] or None
-    d_rows, d_columns, terms = (None if y[0] is None else jnp.concatenate(y) for y in by_pack)
-    dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(q, e, k, d_rows, d_columns, of_state, terms)
-    dg = tile_bwd.gate_gradients(later, earlier, of_pairs, same, dtype)  # [C, heads K]
+        _store_in_lanes(refs.dbeta, x.dbeta, chunk.step, stored, C)
     if refs.law is not None:
         dg = through_law(refs, valid, dg, static)
-    elif masks is not None:  # padding's gates get gradients only from the passing state
+    elif chunk.masks is not None:  # padding's gates get gradients only from the passing state
         dg = jnp.where(valid, dg, 0.0)
     if static.per_channel:
         layout.store_rows(refs.dg, slice(None), dg, stored)
@@ -168,10 +248,10 @@ def _token_gradients(
         _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], chunk.step, stored, C)
     if refs.b is not None:
         # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
-        layout.store_heads(refs.db, k * de, stored)
-        dk = dk + loads.load_erase_gates(refs, valid, static) * de
-    gradients = [(refs.dq, refs.q, static.scale * dq), (refs.dk, refs.k, dk)]
-    for ref, source, d in gradients + ([] if refs.e is None else [(refs.de, refs.e, de)]):
+        layout.store_heads(refs.db, k * x.de, stored)
+        dk = dk + loads.load_erase_gates(refs, valid, static) * x.de
+    gradients = [(refs.dq, refs.q, static.scale * x.dq), (refs.dk, refs.k, dk)]
+    for ref, source, d in gradients + ([] if refs.e is None else [(refs.de, refs.e, x.de)]):
         d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
         if static.normalise:
             d = tiles.l2norm_gradient(layout.load_heads(source, K, valid=valid), d)
@@ -203,8 +283,10 @@ def not_finite(refs: KdaBwdRefs, static: KdaStatic) -> jax.Array:
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
 
 
-def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda") -> dict[str, jax.Array]:
-    """Run the backward.
+def plan(
+    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str, body: Callable = _bwd_kernel
+) -> dict[str, Any]:
+    """Return the launch of the backward, the arguments of `launcher.launch`; `finish` takes its results.
 
     Args:
       x: the operands. Values are read only with write gates, initial states never; h and v_new_over_beta are needed
@@ -212,17 +294,12 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
       static: the static description.
       outputs: dq, dk, dv, dg, dbeta, with or without de, db, dw, dlaw and dh0; or dh0 alone.
       operator: the operator's name, for the name of the kernel.
-
-    Returns:
-      A dict of these gradients, with the shapes of their operands; dbeta is float32, and dh0 [N, HV, V, K] float32 is
-      the gradient of the initial states.
+      body: the body of the kernel, called with the Refs and the static description.
     """
-    B, HV, C, K, V, steps, heads = (
-        static.B, static.HV, static.C, static.K, static.V, static.steps, static.config.heads_bwd
-    )  # fmt: skip
-    p, keys, blocks, of_tokens = static.p, static.key_blocks(heads)[0], HV // heads, "dq" in outputs
+    B, HV, C, K, V, heads = static.B, static.HV, static.C, static.K, static.V, static.config.heads_bwd
+    (keys, share), p, blocks, of_tokens = static.key_blocks(heads), static.p, HV // heads, "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
-    key, share = cut.tokens(keys * K, static.key_blocks(heads)[1]), blocks * keys // static.H
+    key = cut.tokens(keys * K, share)
     value, channels, state = cut.tokens(heads * V), cut.tokens(heads * K), cut.state(heads, V, K)
     (beta, row), (g, gate) = (
         of(y, static, heads, cut) for of, y in ((loads.rows_block, x.beta), (loads.gates_block, x.g))
@@ -233,18 +310,18 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
     early = static.erase_before_decay
-    scratch: dict[str, Any] = {"decays": loads.decays_scratch(heads, C, K, base, early)}
+    scratch: dict[str, Any] = {"decays": loads.decays_scratch(static.chunks * heads, C, K, base, early)}
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
         scratch["continuing"] = C, packed.LANES
     estimate = cost.cost if of_tokens else cost.states_cost
     gates = {"db": (channels, x.b), "dw": (value, x.w)}
-    gradients = launcher.launch(
-        functools.partial(_bwd_kernel, static=static),
-        KdaBwdRefs,
+    return dict(
+        body=functools.partial(body, static=static),
+        refs=KdaBwdRefs,
         name=f"chunk_{operator}_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
-        grid=(B, blocks, steps),
+        grid=(B, blocks, static.steps),
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, loads.whole_block(2 * C, C)),
@@ -257,10 +334,10 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
             "b": (x.b, channels),
             "w": (values.w, value),
             "owner": (x.owner, cut.owner(C)),
-            "h": (x.h, cut.per_step(heads, V, K)),
+            "h": (x.h, cut.per_chunk(heads, V, K)),
             "v_new_over_beta": (x.v_new_over_beta, value),
-            "A_inv": (x.A_inv, cut.per_step(heads // p, C, p * C)),
-            "scores": (x.scores, cut.per_step(heads // p, 2 * C, p * C)),
+            "A_inv": (x.A_inv, cut.per_chunk(heads // p, C, p * C)),
+            "scores": (x.scores, cut.per_chunk(heads // p, 2 * C, p * C)),
             "do": (x.do, value),
             "dht": (x.dht, state),
             "law": (x.law, loads.law_block(heads * K)),
@@ -283,11 +360,19 @@ def launch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator
         cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True, more=loads.more_bytes(x)),
         in_bounds=True,
     )
+
+
+def finish(gradients: dict[str, jax.Array], x: KdaOperands, static: KdaStatic) -> dict[str, jax.Array]:
+    """Return the gradients that the launch of a `plan` gives, summed over blocks and with the shapes of their operands.
+
+    dbeta is float32, and dh0 [N, HV, V, K] float32 is the gradient of the initial states.
+    """
     for name, y in (("dbeta", x.beta), ("dg", x.g)):
         if name in gradients:
             gradients[name] = jax.tree.map(lambda d, y: d.reshape(y.shape), gradients[name], y)
     if "dlaw" in gradients:
         gradients["dlaw"] = jnp.sum(gradients["dlaw"], axis=0)
+    share = static.key_blocks(static.config.heads_bwd)[1]
     for name in ("dq", "dk", "de"):
         if name in gradients and share > 1:
             gradients[name] = jax.tree.map(functools.partial(_sum_blocks, static, share), gradients[name])

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import kernel, loads
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import chunk_loop, inverse, packed, schedule
+from chunkwise.shared.kernels import chunk_loop, inverse, schedule
 
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
@@ -36,7 +36,7 @@ def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(state=refs.ht)
     cur, prev = (chunk_loop.chunks_of(step, static) for step in chunk_loop.current_steps(None, 2, static))
-    views, p = [_of_chunk(refs, i, static) for i in range(static.chunks)], static.p
+    views, p = loads.of_chunks(refs, static, static.config.heads), static.p
     firsts, packs = range(0, static.config.heads, p), static.config.heads // p
     gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
     loaders = [kernel.by_head(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
@@ -74,21 +74,6 @@ def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
                 kernel.prepare_exactly, views[i], n, *gated[i], rounded[i][1], cur[i].valid, None, static
             )
             pl.when(loads.beyond_base(views[i].decays, range(n, n + p), static.K))(again)
-
-
-def _of_chunk(refs: kernel.KdaFwdRefs, i: int, static: KdaStatic) -> kernel.KdaFwdRefs:
-    """Return the Refs of one of the chunks of a grid step."""
-    rows, heads = slice(i * static.C, (i + 1) * static.C), static.config.heads
-    each = lambda count: slice(i * count, (i + 1) * count)
-    at: dict[str, Any] = dict.fromkeys(("q", "k", "v", "e", "b", "w", "o", "v_new_over_beta"), rows)
-    at |= {"g": rows if static.per_channel else i, "beta": i}
-    at |= dict.fromkeys(("h", "A_inv_out", "scores_out"), i)
-    at |= dict.fromkeys(("readers", "ends", "through"), each(heads))
-    at |= dict.fromkeys(("A", "blocks", "P"), each(heads // static.p))
-    at["decays"] = slice(None), each(heads * static.K // packed.LANES)
-    return refs._replace(
-        **{name: getattr(refs, name).at[x] for name, x in at.items() if getattr(refs, name) is not None}
-    )
 
 
 def _pass_chunks(refs: kernel.KdaFwdRefs, views: list, prev: list, static: KdaStatic) -> Iterator[None]:

@@ -75,6 +75,25 @@ def rows_beyond_base(ref, pack: range, K: int, C: int) -> jax.Array:
     return packed.concat_lanes(rows)
 
 
+def of_chunks(refs, static: KdaStatic, heads: int) -> list:
+    """Return the Refs of every chunk of a grid step of several chunks, of which each has so many heads."""
+    keys = "q", "k", "e", "dq", "dk", "de"
+    tokens = *keys, "v", "b", "w", "o", "v_new_over_beta", "do", "dv", "db", "dw"
+    entries = "beta", "dbeta", "h", "A_inv", "A_inv_out", "scores", "scores_out"
+    tokens, entries = ((*tokens, "g", "dg"), entries) if static.per_channel else (tokens, (*entries, "g", "dg"))
+
+    def of_chunk(i: int):
+        each = lambda count: slice(i * count, (i + 1) * count)
+        at: dict[str, Any] = dict.fromkeys(tokens, each(static.C)) | dict.fromkeys(entries, i)
+        at |= dict.fromkeys(("readers", "ends", "through"), each(heads))
+        at |= dict.fromkeys(("A", "blocks", "P"), each(heads // static.p))
+        at["decays"] = slice(None), each(heads * static.K // packed.LANES)
+        present = {name: getattr(refs, name, None) for name in at}
+        return refs._replace(**{name: ref.at[at[name]] for name, ref in present.items() if ref is not None})
+
+    return [of_chunk(i) for i in range(static.chunks)]
+
+
 def load_keys(ref, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:
     """Return queries or keys as float32 [key heads, C, K], rounded to the type of the tensors."""
     heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]

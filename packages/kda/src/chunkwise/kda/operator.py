@@ -5,7 +5,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 
-from chunkwise.kda import config, kernel, kernel_bwd, kernel_chunks, tile, xla
+from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, gates
@@ -104,12 +104,20 @@ def launch_forward(
     return launcher.launch(**plan(x, static, outputs, operator))
 
 
+def launch_backward(
+    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda"
+) -> dict[str, jax.Array]:
+    """Run the backward of an operator, by several chunks a grid step where there are few heads."""
+    plan = kernel_bwd_chunks.plan if kernel_bwd_chunks.takes(x, static) else kernel_bwd.plan
+    return kernel_bwd.finish(launcher.launch(**plan(x, static, outputs, operator)), x, static)
+
+
 KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
     launch_forward,
-    kernel_bwd.launch,
+    launch_backward,
     launch_forward,
     residuals=("h", "v_new_over_beta", "A_inv", "scores"),
     precomputed=("A_inv", "scores"),

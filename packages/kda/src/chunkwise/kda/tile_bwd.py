@@ -173,65 +173,72 @@ def _crossing(C: int, index: int):
     return ((gate >> index) == (row >> index)) & ((is_right & (row >= gate)) | (~is_right & (row < gate)))
 
 
-def back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype):
+def through_outputs(scores, do, dtype):
+    """Return the gradient of the new values through the outputs of a chunk, [h, C, V], for which no state is needed."""
+    return packed.apply_transposed(scores[:, : do.shape[1]], do, dtype, do.shape[0] // scores.shape[0])
+
+
+def back_to_values(k, beta, boundary, A_inv, of_outputs, dS, dtype):
     """Return gradients of the values of a chunk, [h, C, V] each, for which neither state nor values are needed.
 
+    It is a generator that yields where a product waits for others.
+
     Args:
-      k, beta, boundary, do, dS, dtype: as in `outer_bwd_tile`; A_inv and scores are from its `residuals`.
+      k, beta, boundary, dS, dtype: as in `outer_bwd_tile`.
+      A_inv: packed [n, C, p C].
+      of_outputs: the result of `through_outputs`.
 
     Returns:
       dv_new, the gradient of the new values, and dR, the gradient of the values.
     """
-    C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
+    p, operand = k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
     _, to_end, _ = boundary
-    written = matmul.dot_nt((k * to_end).astype(operand), dS.astype(operand))  # [h, C, V]
-    dv_new = packed.apply_transposed(scores[:, :C], do, dtype, p) + written
+    dv_new = of_outputs + matmul.dot_nt((k * to_end).astype(operand), dS.astype(operand))  # [h, C, V]
+    yield
     return dv_new, packed.apply_transposed(A_inv, beta * dv_new, dtype, p)
 
 
-def back_to_state(q, e, boundary, down, dS, dtype):
-    """Return the gradient of the state before a chunk, [h, V, K]; `down` has do above -dR, as operands [h, 2 C, V]."""
+def _down(do, dR, dtype):
+    """Return do above -dR, as operands [h, 2 C, V]."""
+    operand = matmul.operand_dtype(dtype)
+    return packed.concat_rows([do.astype(operand), (-dR).astype(operand)])
+
+
+def back_to_state(q, e, boundary, do, dR, dS, dtype):
+    """Return the gradient of the state before a chunk, [h, V, K]; dR is from `back_to_values`."""
     from_start, _, through = boundary
     decayed = packed.concat_rows([q, e]) * packed.concat_rows(from_start)  # [h, 2 C, K]
     decayed = decayed.astype(matmul.operand_dtype(dtype))
-    return through * dS + matmul.dot_tn(down, decayed)
+    return through * dS + matmul.dot_tn(_down(do, dR, dtype), decayed)
 
 
-def state_bwd_tile(q, e, k, beta, boundary, A_inv, scores, do, dS, dtype):
-    """Return only the gradient of the state before a chunk, [h, V, K]; the arguments are as in `outer_bwd_tile`."""
-    operand = matmul.operand_dtype(dtype)
-    _, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
-    return back_to_state(q, e, boundary, packed.concat_rows([do.astype(operand), (-dR).astype(operand)]), dS, dtype)
-
-
-def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, dtype, erase_before_decay):
-    """Return the gradients of a chunk, except for the parts through scores of keys and queries.
+def outer_bwd_tile(k, beta, beta_row, boundary, residuals, do, of_values, dS, same, dtype, erase_before_decay):
+    """Return the gradients of the tokens of a chunk, except for the parts through scores of keys and queries.
 
     Args:
-      q, e, k: [h, C, K] float32, q scaled.
+      k: [h, C, K] float32.
       beta, beta_row: step sizes [h, C, 1], and packed [n, 1, p C].
       boundary: the result of `tile.boundary_tile`.
-      residuals: the residuals of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V], packed A_inv
-        [n, C, p C] and scores [n, 2 C, p C].
+      residuals: the residuals of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V] and packed scores
+        [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
+      of_values: the results of `back_to_values`.
       dS: [h, V, K] float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
       dtype: the type of operands of products.
       erase_before_decay: whether erase keys read the state before the decay of their token.
 
     Returns:
-      The gradients of the state before the chunk [h, V, K] and of the values [h, C, V]; dbeta as the sum of
-      [h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys, packed [n, 2 C, p C],
-      pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state before the chunk
-      [h, 2 C, K], of keys through the state after it [h, C, K], of the products of queries with the keys of the same
-      rows [h, C, 1], of all gates through the state that passes [h, 1, K], and of the products of erase keys with the
-      keys of the rows before [h, C, 1], None where these have a decay.
+      dbeta as the sum of [h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys,
+      packed [n, 2 C, p C], pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state
+      before the chunk [h, 2 C, K], of keys through the state after it [h, C, K], of the products of queries with the
+      keys of the same rows [h, C, 1], of all gates through the state that passes [h, 1, K], and of the products of
+      erase keys with the keys of the rows before [h, C, 1], None where these have a decay.
     """
-    S, v_new_over_beta, A_inv, scores = residuals
-    C, p, operand = k.shape[1], k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
+    (S, v_new_over_beta, scores), (dv_new, dR) = residuals, of_values
+    C, p, operand = k.shape[1], k.shape[0] // scores.shape[0], matmul.operand_dtype(dtype)
     from_start, to_end, through = boundary
-    dv_new, dR = back_to_values(k, beta, boundary, A_inv, scores, do, dS, dtype)
-    down = packed.concat_rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
+    down = _down(do, dR, dtype)  # [h, 2 C, V]
     outers = packed.outer(down, v_new_over_beta, dtype, p)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
@@ -248,7 +255,7 @@ def outer_bwd_tile(q, e, k, beta, beta_row, boundary, residuals, do, dS, same, d
         jnp.sum(dv_new * v_new_over_beta, axis=-1, keepdims=True),
         jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
     )
-    return back_to_state(q, e, boundary, down, dS, dtype), dR, dbeta, d_scores * beta_row, of_state
+    return dbeta, d_scores * beta_row, of_state
 
 
 def _of_neighbours(dR, v_new, same):

@@ -2,8 +2,8 @@
 
 import functools
 
-from chunkwise.kda import kernel_bwd, xla
 from chunkwise.kda import operator as kda
+from chunkwise.kda import xla
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
@@ -42,7 +42,7 @@ def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_d
     """
     launch = functools.partial(kda.launch_forward, operator=name)
     kernels = kda.KERNELS._replace(
-        forward=launch, states=launch, backward=functools.partial(kernel_bwd.launch, operator=name), optional=optional
+        forward=launch, states=launch, backward=functools.partial(kda.launch_backward, operator=name), optional=optional
     )
     return define(
         name,

@@ -100,9 +100,23 @@ def chunks_of(step: chunk_steps.ChunkStep, static: FusedStatic) -> list[StageChu
     return [stage_chunk(step.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
 
 
+def load_each(ref, chunks: list[StageChunk]) -> jax.Array:
+    """Load an array with an entry [n, rows, lanes] for every chunk of a block, [chunks n, rows, lanes].
+
+    The entry of a chunk without tokens holds anything, and becomes zeros.
+    """
+    entries = [(ref[x.index], None if x.valid is None else x.valid[:1]) for x in chunks]
+    return jnp.concatenate([x if filled is None else jnp.where(filled, x, jnp.zeros_like(x)) for x, filled in entries])
+
+
 def most_chunks(static: FusedStatic) -> int:
     """Return the chunks of a step of a forward: a quarter of a row at most, as its stages fill and empty once a row."""
     return min(static.config.chunks, static.steps // 4)
+
+
+def even_chunks(static: FusedStatic) -> int:
+    """Return the chunks of a step of a backward, about as many in the last one as in the others."""
+    return -(-static.steps // -(-static.steps // static.config.chunks))
 
 
 def step_of(grid_step, stage: int, stages: int, steps: int):

@@ -1,0 +1,134 @@
+"""The backward for few heads, as one of many devices has: a grid step takes several chunks, the last one first.
+
+The chain from the gradient of the state after a chunk to the gradient of the state before it has three products that
+wait for one another. What needs no state, and the gradients of the tokens of chunks that are through, stand between
+them. Both are computed for a group of chunks at once, as if they were more heads, by the functions of `kernel_bwd`.
+
+Every row of the batch is one sequence here.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.kda import kernel_bwd, loads, tile_bwd
+from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.shared.kernels import chunk_loop, layout, packed, schedule
+
+# Heads of a group of chunks.
+GROUP = 8
+
+
+class Group(NamedTuple):
+    """A group of chunks.
+
+    Attributes:
+      chunks: the chunks, in the order of their tokens.
+      views: the Refs of every chunk.
+      refs: the Refs that the chunks share, with the decays of all of them.
+      x: what their tokens alone give, with the heads of all chunks.
+      A_inv, scores: packed [n, C, p C] and [n, 2 C, p C].
+      of_outputs: the result of `tile_bwd.through_outputs`.
+      passed: for the chunks that the gradient of the state went through, in the order of their tokens, the gradient of
+        the state after the chunk, and the results of `tile_bwd.back_to_values`.
+    """
+
+    chunks: list[chunk_loop.StageChunk]
+    views: list[kernel_bwd.KdaBwdRefs]
+    refs: kernel_bwd.KdaBwdRefs
+    x: kernel_bwd.Loaded
+    A_inv: jax.Array
+    scores: jax.Array
+    of_outputs: jax.Array
+    passed: list[tuple[jax.Array, ...]]
+
+
+def takes(x: KdaOperands, static: KdaStatic) -> bool:
+    """Return whether the launch is for these operands."""
+    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static) > 1
+
+
+def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
+    """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
+    return kernel_bwd.plan(x, static.in_steps_of(chunk_loop.even_chunks(static)), outputs, operator, _kernel)
+
+
+def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
+    """Take the gradient of the state back through the chunks of a grid step."""
+    kernel_bwd.clear_sums(refs)
+    if refs.dh0 is not None:
+        # The block of the output stays in fast memory until the next row begins.
+        refs = refs._replace(dstate=refs.dh0)
+    step = chunk_loop.current_step_backwards(None, static)
+    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(step))
+    chunks, views = chunk_loop.chunks_of(step, static), loads.of_chunks(refs, static, static.config.heads_bwd)
+    size, groups = max(1, GROUP // static.config.heads_bwd), []
+
+    def prepare() -> Iterator[None]:
+        for first in reversed(range(0, static.chunks, size)):
+            at = slice(first, first + size)
+            groups.append(_prepare(refs, chunks[at], views[at], static))
+            yield
+
+    def pass_chunks() -> Iterator[None]:
+        for group in groups:
+            for i in reversed(range(len(group.chunks))):
+                yield from _pass_chunk(refs, group, i, static)
+
+    def finish() -> Iterator[None]:
+        for group in groups:
+            while len(group.passed) < len(group.chunks):
+                yield
+            yield from _finish(group, static)
+
+    stages = dict(m=prepare(), p=pass_chunks(), f=finish() if refs.dq is not None else iter(()))
+    # The next group is prepared while the gradient of the state goes back through a group.
+    each = "pmf" + "pf" * (3 * size - 1)
+    schedule.interleave("m" + each * -(-static.chunks // size), **stages)
+    for _ in stages["f"]:
+        pass
+
+
+def _joined(trees: list) -> Any:
+    """Return arrays of several chunks, heads first, as arrays of more heads."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+
+
+def _prepare(refs, chunks: list[chunk_loop.StageChunk], views: list, static: KdaStatic) -> Group:
+    """Return a group of chunks with what needs no state."""
+    x = _joined([kernel_bwd.load(view, chunk.valid, None, static) for view, chunk in zip(views, chunks, strict=True)])
+    A_inv, scores = (chunk_loop.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
+    each = static.config.heads_bwd * static.K // packed.LANES
+    at = slice(None), slice(chunks[0].index * each, (chunks[-1].index + 1) * each)
+    of_outputs = tile_bwd.through_outputs(scores, x.do, refs.do.dtype)
+    return Group(chunks, views, refs._replace(decays=refs.decays.at[at]), x, A_inv, scores, of_outputs, [])
+
+
+def _pass_chunk(refs, group: Group, i: int, static: KdaStatic) -> Iterator[None]:
+    """Take the gradient of the state back through a chunk of a group."""
+    heads, dS, dtype = static.config.heads_bwd, refs.dstate[...], refs.do.dtype
+    at, packs = slice(i * heads, (i + 1) * heads), slice(i * heads // static.p, (i + 1) * heads // static.p)
+    x = jax.tree.map(lambda y: y[at], group.x)
+    of_values = yield from tile_bwd.back_to_values(
+        x.k, x.beta, x.boundary, group.A_inv[packs], group.of_outputs[at], dS, dtype
+    )
+    yield
+    refs.dstate[...] = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
+    group.passed.insert(0, (dS, *of_values))
+    yield
+
+
+def _finish(group: Group, static: KdaStatic) -> Iterator[None]:
+    """Store the gradients of the tokens of a group."""
+    dS, *of_values = _joined(group.passed)
+    each = zip(group.views, group.chunks, strict=True)
+    v_new_over_beta = [layout.load_heads(view.v_new_over_beta, static.V, valid=x.valid) for view, x in each]
+    residuals = chunk_loop.load_each(group.refs.h, group.chunks), _joined(v_new_over_beta), group.scores
+    gradients = yield from kernel_bwd.token_gradients(group.refs, group.x, residuals, of_values, dS, None, static)
+    heads = static.config.heads_bwd
+    for i, (view, chunk) in enumerate(zip(group.views, group.chunks, strict=True)):
+        at = slice(i * heads, (i + 1) * heads)
+        kernel_bwd.store(view, gradients.of_heads(at, static.K), group.x.k[at], chunk, static)
+    yield
