@@ -1,6 +1,7 @@
 """Other people's implementations of the same operators, where they are installed."""
 
 import importlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,15 @@ _SCAN_STATES = 2**31
 
 def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
     """Return the peers that can run a case here; with do, forward and backward."""
-    found = _transformers(case, x, cu_seqlens, do), _scan(case, x, cu_seqlens, do, devices)
+    peers = (_fla, _jla) if jax.default_backend() == "gpu" else (_transformers, partial(_scan, devices=devices))
+    found = [peer(case, x, cu_seqlens, do) for peer in peers]
     return [run for run in found if run is not None]
 
 
 def _scan(case: Layer, x: dict, cu_seqlens, do, devices: int) -> Run | None:
     """The recurrence as a user would write it in JAX: `lax.scan` over tokens, for all heads and sequences at once."""
     tokens, N = x["v"].shape[1], max(1, case.sequences)
-    if case.ragged or tokens % N:
+    if case.ragged or tokens % N or case.table.erase is not None:
         return None
     if do is not None and 4 * tokens * case.HV * case.K * case.V > _SCAN_STATES:
         return None
@@ -52,31 +54,71 @@ def _scan(case: Layer, x: dict, cu_seqlens, do, devices: int) -> Run | None:
     return compiled("scan", run, x, cu_seqlens, None if do is None else {"o": do}, devices)
 
 
-def _to_torch(x: jax.Array):
+def _jla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
+    """The kernels of jax-linear-attention for Hopper GPUs, as the implementation "jla"."""
+    try:
+        import jla  # noqa: F401
+
+        from chunkwise.integrations import jax_linear_attention
+    except ImportError:
+        return None
+    put_back = jax_linear_attention.install()
+    try:
+        return compiled("jax-linear-attention", case.function("jla"), x, cu_seqlens, None if do is None else {"o": do})
+    finally:
+        put_back()
+
+
+def _fla(case: Layer, x: dict, cu_seqlens, do) -> Run | None:
+    """The kernels of flash-linear-attention, in Triton, with key heads repeated where an operator has no groups."""
+    try:
+        import torch
+
+        module = importlib.import_module(f"fla.ops.{case.operator}")
+    except ImportError:
+        return None
+    operator, group = getattr(module, f"chunk_{case.operator}"), case.HV // case.H
+    more = {} if cu_seqlens is None else {"cu_seqlens": torch.tensor(np.asarray(cu_seqlens, np.int64), device="cuda")}
+    if case.normalise:
+        more["use_qk_l2norm_in_kernel"] = True
+
+    def function(q, k, **others):
+        if not case.table.delta:
+            q, k = (y.repeat_interleave(group, dim=2) for y in (q, k))
+        return operator(q, k, **others, **more)
+
+    return _torch_run("flash-linear-attention", function, x, do, "cuda")
+
+
+def _to_torch(x: jax.Array, device: str):
     import torch
 
-    tensor = torch.tensor(np.asarray(x, np.float32))
+    tensor = torch.tensor(np.asarray(x, np.float32), device=device)
     return tensor.to(torch.bfloat16) if x.dtype == jnp.bfloat16 else tensor
 
 
-def _torch_run(name: str, function, x: dict, do) -> Run:
-    """Return the run of function(**tensors) -> (o, ...), with autograd if there is a do."""
+def _torch_run(name: str, function, x: dict, do, device: str = "cpu") -> Run:
+    """Return the run of function(**tensors) -> (o, ...), with autograd if there is a do; a call waits for a GPU."""
     import torch
 
-    tensors = {n: _to_torch(y) for n, y in x.items()}
+    tensors = {n: _to_torch(y, device) for n, y in x.items()}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def forward():
         with torch.no_grad():
-            return {"o": function(**tensors)[0]}
+            o = function(**tensors)[0]
+        wait()
+        return {"o": o}
 
     if do is None:
         return Run(name, forward)
-    cotangent = _to_torch(do)
+    cotangent = _to_torch(do, device)
 
     def forward_and_backward():
         leaves = {n: y.requires_grad_(True) for n, y in tensors.items()}
         o = function(**leaves)[0]
         gradients = torch.autograd.grad(o, list(leaves.values()), cotangent)
+        wait()
         return {"o": o.detach()} | {f"d{n}": dy for n, dy in zip(leaves, gradients, strict=True)}
 
     return Run(name, forward_and_backward)

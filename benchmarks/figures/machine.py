@@ -3,6 +3,7 @@
 import functools
 
 from benchmarks import production
+from benchmarks.cases import CASES
 from benchmarks.figures.tables import (
     BLOCKS,
     NONE,
@@ -12,6 +13,7 @@ from benchmarks.figures.tables import (
     block,
     count,
     decimals,
+    fixed,
     of,
     only,
     ratio,
@@ -23,6 +25,7 @@ from benchmarks.figures.tables import (
     way,
     whole,
 )
+from benchmarks.step import MIXTURES
 from chunkwise.command import times
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.call.checks import choose_chunk_size
@@ -224,3 +227,36 @@ def gpu() -> str:
         "temporaries, MiB": count("temporaries_mib"),
     }
     return table(rows_of("gpu-h100"), columns)
+
+
+def of_layer(row: dict) -> str:
+    """Return the name of the operator of a case's layer."""
+    return (TITLES | {"gdn2": "GDN-2"})[CASES[row["case"]].operator]
+
+
+@block
+def gpu_times() -> str:
+    """Times of calls on an H100, of plain JAX beside kernels of others."""
+    rows = rows_of("time-h100")
+    columns = {
+        "operator": of_layer,
+        "value heads": lambda row: whole(CASES[row["case"]].HV),
+        "direction": way,
+        '"xla", MiB': count("memory_mib"),
+    }
+    for name in values(rows, "implementation"):
+        alike = {(row["case"], row["pass"]): row["median_ms"] for row in select(rows, implementation=name)}
+        called = '"xla"' if name == "xla" else name
+        columns[f"{called}, ms"] = lambda row, ms=alike: decimals(ms.get((row["case"], row["pass"])))
+    return table(select(rows, implementation="xla"), columns)
+
+
+@block
+def gpu_steps() -> str:
+    """Times of serving steps on an H100."""
+    columns = {
+        "operator": of_layer,
+        "decodes": lambda row: whole(MIXTURES[row["mixture"]].decodes),
+        '"xla", ms': fixed("median_ms"),
+    }
+    return table(rows_of("step-h100"), columns)
