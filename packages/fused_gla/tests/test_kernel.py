@@ -218,7 +218,7 @@ def test_decay_over_all_tokens(lengths):
     cu = None if lengths is None else boundaries(*lengths)
     arguments = Arguments(x["q"], x["k"], x["v"], x["g"], cu_seqlens=cu)
     options = Options(True, chunk_size=64, config=Config(2, 2, 1), scale=1.0)
-    decay = GLA.implementations["fused"].state_map(arguments, options).M
+    decay = GLA.implementations["fused"].state_map(arguments, options, True).M
     total = np.asarray(x["g"], np.float64)
     rows = total if lengths is None else np.split(total[0], np.cumsum(lengths)[:-1])
     filled = [i for i, row in enumerate(rows) if len(row)]

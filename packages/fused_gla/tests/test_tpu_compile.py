@@ -117,7 +117,7 @@ def test_launches_over_devices_compile(case, chip):
 
     def run(x):
         y = Arguments(**{"g": None} | unflattened(x, 1, sizes["T"], sizes["H"], sizes["HV"]))
-        return fused.state_map(y, options), fused.state_gradient(y, options, None, y.v, y.initial_state)
+        return fused.state_map(y, options, True), fused.state_gradient(y, options, None, y.v, y.initial_state)
 
     text = compile_for(run, x, chip=chip).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2

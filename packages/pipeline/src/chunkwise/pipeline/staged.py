@@ -90,8 +90,7 @@ def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None
     )  # fmt: skip
 
 
-@in_plain_jax
-def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
+def map_delta_rule(x: Arguments, options: Options, with_M: bool) -> state_map.StateMap:
     """Return the map that the tokens apply to a state, by a run with the identity beside the states; keep inverses."""
     k, g_cum, A_inv, w, u = _solve(x, options, None)
 
@@ -103,7 +102,7 @@ def map_delta_rule(x: Arguments, options: Options) -> state_map.StateMap:
         )  # fmt: skip
         return states, A_inv
 
-    return state_map.augment_with_identity(states_after, x)
+    return state_map.augment_with_identity(states_after, x, with_M=with_M)
 
 
 @in_plain_jax
@@ -140,9 +139,8 @@ def register_all() -> None:
 def add_delta_rule(operator: Operator) -> None:
     """Add the chain to an operator with a delta rule."""
     options = frozenset({"use_qk_l2norm_in_kernel", "min_gate", "erase_before_decay"})
-    _register(
-        operator, Implementation("staged", delta_rule, map_delta_rule, at_once=True, options=options), _delta_states
-    )
+    find = in_plain_jax(map_delta_rule, 2)
+    _register(operator, Implementation("staged", delta_rule, find, at_once=True, options=options), _delta_states)
 
 
 def _register(operator: Operator, chain: Implementation, states) -> None:

@@ -287,17 +287,17 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
 
 
-def map_states(kernels: Kernels, x: Arguments, options: Options) -> state_map.StateMap:
+def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -> state_map.StateMap:
     """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
     options = options._replace(config=kernels.config_for(x, options))
     if x.beta is None or kernels.makes_map(x):
-        return _launch_states(kernels, x, options, kernels.makes_map(x))
+        return _launch_states(kernels, x, options, with_M and kernels.makes_map(x))
 
     def states_after(x: Arguments) -> tuple[jax.Array, Any]:
         found = _launch_states(kernels, x, options, False)
         return found.states, found.precomputed
 
-    return state_map.augment_with_identity(states_after, x, kernels.most_channels)
+    return state_map.augment_with_identity(states_after, x, kernels.most_channels, with_M)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

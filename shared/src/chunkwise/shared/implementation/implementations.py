@@ -29,8 +29,8 @@ class Implementation(NamedTuple):
       name: how a user asks for it.
       run: from arguments, options, and the `precomputed` of a state map or None, to the output [B, T, HV, V] and the
         final states [N, HV, K, V], None unless asked for.
-      state_map: from arguments and options to the map that the tokens apply to a state; None where `map_by_running`
-        finds it by `run`.
+      state_map: from arguments, options and whether M is asked for to the map that the tokens apply to a state; None
+        where `map_by_running` finds it by `run`.
       state_gradient: from arguments, options, the `precomputed` of the map and the cotangents of `run` to the gradient
         of the initial states alone; None where JAX differentiates `run` for it.
       at_once: whether kernels make all gradients of `run` at once. To find the gradient of the initial states alone,
@@ -56,7 +56,7 @@ class Implementation(NamedTuple):
 
     name: str
     run: Callable[[Arguments, Options, Any], tuple[jax.Array, Any]]
-    state_map: Callable[[Arguments, Options], StateMap] | None = None
+    state_map: Callable[[Arguments, Options, bool], StateMap] | None = None
     state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array] | None = None
     at_once: bool = False
     pooled: Callable[[Arguments, Options, Any], tuple[jax.Array, jax.Array]] | None = None
@@ -116,9 +116,12 @@ def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, op
     return chosen
 
 
-def in_plain_jax(function: Callable) -> Callable:
-    """Compile a function that takes the whole scale as an array; return one of prepared arguments and options."""
-    compiled = jax.jit(function, static_argnums=1)
+def in_plain_jax(function: Callable, *static: int) -> Callable:
+    """Compile a function that takes the whole scale as an array; return one of prepared arguments and options.
+
+    `static` are the positions of other static arguments.
+    """
+    compiled = jax.jit(function, static_argnums=(1, *static))
 
     @functools.wraps(function)
     def run(x: Arguments, options: Options, *more: Any) -> Any:
@@ -155,15 +158,15 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
 
         return platforms.choose(on_gpu, otherwise, x)
 
-    def state_map(x: Arguments, options: Options) -> StateMap:
-        return augment_with_identity(lambda y: states_after(y, options), x)
+    def state_map(x: Arguments, options: Options, with_M: bool) -> StateMap:
+        return augment_with_identity(lambda y: states_after(y, options), x, with_M=with_M)
 
     def chunk_states(x: Arguments, options: Options) -> jax.Array:
         options = options._replace(output_final_state=True)
         find = lambda gpu, x: chunks.run(rule, x, options, gpu, with_output=False, keep_states=True).states[None]
         return platforms.choose(functools.partial(find, True), functools.partial(find, False), x)
 
-    found = in_plain_jax(state_map) if rule.delta else None
+    found = in_plain_jax(state_map, 2) if rule.delta else None
     return Implementation(
         "xla", in_plain_jax(run), found, chunk_states=in_plain_jax(chunk_states), options=frozenset(options)
     )  # fmt: skip
@@ -202,16 +205,16 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
     return o if x.p is None else o.astype(dtype), states
 
 
-def map_states(implementation: Implementation, x: Arguments, options: Options) -> StateMap:
-    """Return the map that a user's tokens apply to a state."""
+def map_states(implementation: Implementation, x: Arguments, options: Options, with_M: bool = True) -> StateMap:
+    """Return the map that a user's tokens apply to a state, with M or without."""
     if implementation.state_map is None:
-        return map_by_running(lambda x: run(implementation, x, options), x)
+        return map_by_running(lambda x: run(implementation, x, options), x, with_M)
     x, options = prepare(implementation, x, options)
     if x.segment_ids is None or implementation.knows_segments:
-        return implementation.state_map(x, options)
+        return implementation.state_map(x, options, with_M)
     options = options._replace(min_gate=None)
     find: Any = implementation.state_map
-    return segments.map_segments(lambda x: find(x, options), x)
+    return segments.map_segments(lambda x: find(x, options, with_M), x)
 
 
 def state_gradient(

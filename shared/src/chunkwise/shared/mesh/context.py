@@ -9,6 +9,8 @@ In the backward the cotangent of the state goes back the same way: the cotangent
 times the cotangent of the state after it, plus dN, where dN is the gradient of the device's results for the state
 before it.
 
+Two devices need no M: the first one knows its state, and makes the state after its tokens in place of N.
+
 Only one state goes from device to device, however many documents there are. A document that begins on a device needs no
 state from the device before, and does not let a state pass.
 """
@@ -188,10 +190,16 @@ def run_context(
     def state_before(floats, S, fixed, part):
         """Return M of this device, the state before it, and the `precomputed` of its map."""
         y = x.with_arrays(floats | fixed)
-        # The map starts from zeros, but documents that begin here start from their initial states.
-        start = None if part.first is None else _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
-        state_map = implementations.map_states(implementation, y._replace(initial_state=start), options)
-        M = checkpoint_name(_decay(y, part) if state_map.M is None else _exit(part, state_map.M), MAP_NAME)
+        with_M, start = affine_scan.needs_M(axis), None
+        if part.first is not None:
+            # The map starts from zeros, but documents that begin here start from their initial states.
+            start = _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
+        elif S is not None and not with_M:
+            start = _entry(part, jnp.where(lax.axis_index(axis) == 0, S, 0.0), None)
+        state_map = implementations.map_states(implementation, y._replace(initial_state=start), options, with_M)
+        M = None
+        if with_M:
+            M = checkpoint_name(_decay(y, part) if state_map.M is None else _exit(part, state_map.M), MAP_NAME)
         local = affine_scan.AffineMap(M, _exit(part, state_map.states), _passing(part))
         return M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), state_map.precomputed
 
@@ -214,7 +222,7 @@ def run_context(
             states = floats.get("initial_state")
             dN = jax.vjp(lambda S: _entry(part, S, states), S)[1](dentry)[0]
         dS = affine_scan.exclusive_scan(
-            affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
+            affine_scan.AffineMap(None if M is None else affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
         )
         dafter = dS if part.first is None else jnp.zeros_like(dstates).at[part.last].add(dS)
         dfloats, dS = pull((do, dstates + dafter))

@@ -6,17 +6,17 @@ begins on a device, no state passes it, not even a NaN. Three ways bring the sta
 to rounding. |M| and |N| are the bytes of M and N of one device:
 
     way            bytes that a device sends      steps, one after the other
-    all_gather     (D - 1) (|M| + |N|)            1, then D - 2 products on every device
+    hand_over      |N|                            1, for two devices at most
     all_to_all     (D - 1) / D (|M| + 2 |N|)      2, between them D - 2 products of 1 / D of the heads
     doubling       log2(D) (|M| + |N|) + |N|      log2(D), each with a product of two maps, and one more
 
-The first way is best for two devices, the second for a few more if there is a head for each of them, and the third for
-many devices: see docs/distribution.md.
+The first way needs no M: the first of two devices knows the state before its tokens, so its map begins there, and its N
+is the state before the second one. The second way is best for a few more devices if there is a head for each of them,
+and the third for many devices: see docs/tokens-over-devices.md.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ class AffineMap(NamedTuple):
     """The map that the tokens of a device apply to a state: S -> M S + N, or N where the state does not pass.
 
     Attributes:
-      M: float32 [..., K, K], or a decay [..., K, 1] or [..., 1, 1].
+      M: float32 [..., K, K], or a decay [..., K, 1] or [..., 1, 1]; None for `hand_over`.
       N: float32 [..., K, V].
       passes: bool [..., 1, 1], whether anything of S reaches the end; None if it always does.
     """
 
-    M: jax.Array
+    M: Any
     N: jax.Array
     passes: jax.Array | None = None
 
@@ -56,10 +56,6 @@ class AffineMap(NamedTuple):
 # `all_to_all` serves at most so many devices, because on each of them it takes some heads through the maps of all, one
 # after the other.
 _FEW = 16
-
-# From the map of this device, the state before the first device (None for zeros), the axis, and whether the last device
-# comes first, to the state before this device.
-Scan = Callable[[AffineMap, "jax.Array | None", "str | tuple[str, ...]", bool], jax.Array]
 
 
 def is_matrix(M: jax.Array) -> bool:
@@ -89,18 +85,13 @@ def _start(local: AffineMap, S: jax.Array | None) -> jax.Array:
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(local)), jnp.zeros_like(local.N) if S is None else S)
 
 
-def all_gather(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
-    """Return the state before every device, from the state S before the first one: every device gets all maps."""
-    D, r = _rank(axis, reverse)
-    every = lax.all_gather(local, axis)
-    before = _start(local, S)
-    # In reverse, the map of the last device comes first. No device follows the last map, so nobody needs it.
-    for d in range(D - 1):
-        at = D - 1 - d if reverse else d
-        after = jax.tree.map(lambda x, at=at: x[at], every).after(S if d == 0 else before)
-        # Without the barrier, XLA computes a state again for every use.
-        before = lax.optimization_barrier(jnp.where(d < r, after, before))
-    return before
+def hand_over(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
+    """Return the state before each of two devices, or before the only one.
+
+    N of the device that comes first begins from its state S, and not from zeros.
+    """
+    _, r = _rank(axis, reverse)
+    return jnp.where(r == 0, _start(local, S), shift(local.N, axis, 1, reverse))
 
 
 def all_to_all(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
@@ -141,7 +132,9 @@ def doubling(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False)
     return jnp.where(r == 0, first, shift(local.after(S), axis, 1, reverse))
 
 
-SCANS: dict[str, Scan] = {"all_gather": all_gather, "all_to_all": all_to_all, "doubling": doubling}
+def needs_M(axis) -> bool:
+    """Return whether the best way over these devices reads M of the maps; without it, the way is `hand_over`."""
+    return lax.axis_size(axis) > 2
 
 
 def exclusive_scan(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False) -> jax.Array:
@@ -154,5 +147,5 @@ def exclusive_scan(local: AffineMap, S: jax.Array | None, axis, reverse: bool = 
       reverse: the scan begins with the last device.
     """
     D, few = lax.axis_size(axis), min(math.prod(local.N.shape[:-2]), _FEW)
-    scan = all_gather if D <= 2 else all_to_all if few >= D else doubling
+    scan = hand_over if not needs_M(axis) else all_to_all if few >= D else doubling
     return scan(local, S, axis, reverse)

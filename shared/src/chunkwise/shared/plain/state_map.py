@@ -21,8 +21,8 @@ class StateMap(NamedTuple):
 
     Attributes:
       states: the states that the tokens make from the initial states, float32 [N, HV, K, V].
-      M: the factor of a state before the tokens: a matrix [N, HV, K, K] or a decay [N, HV, K, 1], float32; None for a
-        decay, which the caller finds from the sum of the gates.
+      M: the factor of a state before the tokens: a matrix [N, HV, K, K] or a decay [N, HV, K, 1], float32; None if it
+        was not asked for, and for a decay, which the caller finds from the sum of the gates.
       precomputed: results that a run of the operator after this, and the gradient of its initial states, need not
         compute again.
     """
@@ -33,7 +33,10 @@ class StateMap(NamedTuple):
 
 
 def augment_with_identity(
-    states_after: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments, most_channels: int | None = None
+    states_after: Callable[[Arguments], tuple[jax.Array, Any]],
+    x: Arguments,
+    most_channels: int | None = None,
+    with_M: bool = True,
 ) -> StateMap:
     """Return the map of a delta rule, whose M is the state that the tokens make of the identity.
 
@@ -42,9 +45,13 @@ def augment_with_identity(
         channels than v, whose missing values are zeros.
       x: the arguments.
       most_channels: the most channels of one run, None for any number. If V + K is more, there are two runs.
+      with_M: whether to find M, too.
     """
     (HV, V), K, n = x.v.shape[2:], x.q.shape[3], x.num_states
     start = jnp.zeros((n, HV, K, V), jnp.float32) if x.initial_state is None else x.initial_state
+    if not with_M:
+        states, precomputed = states_after(x._replace(initial_state=start))
+        return StateMap(states, None, precomputed)
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (n, HV, K, K))
     if most_channels is None or most_channels >= V + K:
         both, precomputed = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
@@ -55,12 +62,13 @@ def augment_with_identity(
     return StateMap(states, M, precomputed)
 
 
-def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments) -> StateMap:
+def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments, with_M: bool = True) -> StateMap:
     """Return the map by a run of the operator itself, with the identity beside the states.
 
     Args:
       run: from arguments to the output and the states after the tokens.
       x: the arguments.
+      with_M: whether to find M, too.
     """
 
     def states_after(x: Arguments) -> tuple[jax.Array, None]:
@@ -69,4 +77,4 @@ def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Argumen
         return run(x._replace(v=widen(x.v), w=None if x.w is None else widen(x.w)))[1], None
 
     delta = x.beta is not None or x.erases
-    return augment_with_identity(states_after, x, MOST_CHANNELS) if delta else StateMap(states_after(x)[0])
+    return augment_with_identity(states_after, x, MOST_CHANNELS, with_M) if delta else StateMap(states_after(x)[0])
