@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
@@ -53,7 +55,8 @@ class GdnChunksRefs(NamedTuple):
     h: jax.Ref  # [chunks, heads, K, V] of the third stage
     v_new_over_beta: jax.Ref  # [rows, heads V] of the third stage
     A_inv_out: jax.Ref  # [chunks, packs of a chunk, C, p C] of the second stage
-    state: jax.Ref  # float32 [heads, K, V]; the Ref ht, if the final states are requested
+    M: jax.Ref  # [heads, K, K]
+    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, V + K]; the Ref ht, if that is all that is requested
     # What the first stage leaves for the second.
     start: jax.Ref  # float32 [n, C, p C], decays from the start of a chunk
     end: jax.Ref  # float32 [n, C, p C], decays to its end, times beta
@@ -76,7 +79,7 @@ def takes(x: Operands, static: FusedStatic) -> bool:
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
-    if refs.ht is not None:
+    if refs.ht is not None and refs.M is None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(state=refs.ht)
     inverts, passes = refs.A_inv is None, refs.state is not None
@@ -91,7 +94,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
         stages["p"] = schedule.software_pipeline(
             _pass_chunks(refs, chunk_loop.chunks_of(prev, static), part, s, static) for part in s.split(PASSED)
         )
-        order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "m" + "mf" * n
+        order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "m" + "mpfp" * n
     if inverts:
         inverted = every.split(INVERTED)
         stages["x"] = inverting = _together([_invert(refs, heads, k.dtype, inverses) for heads in inverted])
@@ -104,6 +107,11 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
         for _ in remaining:
             pass
     _hand_on(refs, q, k, staged, inverses, lefts)
+    if refs.M is not None:
+
+        @pl.when(prev.of_chunk(jnp.int32(static.chunks - 1)).last == 1)
+        def _():
+            refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.V :]
 
 
 def _load_chunks(refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], s: tile.Heads, static: FusedStatic):
@@ -196,14 +204,17 @@ def _pass_chunks(
     """Write the outputs of some heads, and take their states through the chunks, one by one."""
     for chunk in chunks:
         rows, here = chunk.rows(s.C), part.in_chunk(chunk.index, s)
-        S = chunk_loop.or_initial(refs.state[part.values_at], refs, chunk, part.values_at)  # [heads, K, V]
+        S = _state_before(refs, chunk, part)  # [heads, K, channels]
         if refs.h is not None:
             refs.h[chunk.index, part.values_at] = S.astype(refs.h.dtype)
-        start = tile.head_columns(refs.start_prev[here.packs_at], part, part.V)  # [heads, C, V]
+        start = tile.head_columns(refs.start_prev[here.packs_at], part, S.shape[2])  # [heads, C, channels]
         q = None if refs.o is None else refs.queries_prev[here.keys_at]
         KS, QS = tile.read_state(refs.keys_prev[here.keys_at], q, S, part)
         yield
         v = layout.load_heads(refs.v, part.V, part.values_at, chunk.valid, rows).astype(jnp.float32)
+        if refs.M is not None:
+            # The channels of M have no values.
+            v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], s.K), jnp.float32)])
         added = packed.multiply_packed(refs.left[here.packs_at], v - start * KS, part.p, refs.k.dtype)
         refs.state[part.values_at] = start[:, -1:] * S + added[:, -s.K :]
         if QS is not None:
@@ -211,6 +222,17 @@ def _pass_chunks(
         if refs.v_new_over_beta is not None:
             layout.store_heads(refs.v_new_over_beta, added[:, -s.K - s.C : -s.K], None, part.first, rows)
         yield
+
+
+def _state_before(refs: GdnChunksRefs, chunk: chunk_loop.StageChunk, part: tile.Heads) -> jax.Array:
+    """Return the states of some heads before a chunk; M, which begins with the identity, is beside them."""
+    S = refs.state[part.values_at]
+    if refs.M is None or chunk.index:
+        return chunk_loop.or_initial(S, refs, chunk, part.values_at)
+    before = chunk_loop.or_initial(S[:, :, : part.V], refs, chunk, part.values_at)
+    i, j = (lax.broadcasted_iota(jnp.int32, (part.heads, part.K, part.K), axis) for axis in (1, 2))
+    identity = tile.indicator(i == j)
+    return packed.concat_lanes([before, jnp.where(chunk.step.first == 1, identity, S[:, :, part.V :])])
 
 
 def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
@@ -265,13 +287,13 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         scratch["left"] = pltpu.VMEM((chunks * n, rows, parts * lanes), dtype)
     if with_output:
         scratch["queries_prev"] = of_keys
-    if passes and "ht" not in outputs:
-        scratch["state"] = s.heads, s.K, s.V
+    if passes and ("ht" not in outputs or "M" in outputs):
+        scratch["state"] = s.heads, s.K, s.V + s.K * ("M" in outputs)
     estimate = cost.cost if with_output else cost.states_cost
     return dict(
         body=functools.partial(_kernel, static=static, s=s),
         refs=GdnChunksRefs,
-        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
+        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'summary' if 'ht' in outputs else 'states'}_c{s.C}",
         # More grid steps, because the last stage has chunks one or two grid steps after they are prepared.
         grid=(B, HV // s.heads, static.steps + count - 1),
         tables={},
@@ -292,6 +314,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
             "h": (last.per_chunk(s.heads, s.K, s.V), (B, NT, HV, s.K, s.V), dtype),
             "v_new_over_beta": (value, x.v.shape, jnp.float32),
             "A_inv": (second.per_chunk(*inverses), (B, NT, HV // s.p, s.C, lanes), jnp.float32),
+            "M": (last.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
         },
         requested=outputs,
         like={"o": x.q},

@@ -29,7 +29,6 @@ from chunkwise.shared.kernels import (
     chunk_loop,
     chunk_steps,
     inverse,
-    launcher,
     layout,
     matmul,
     nonfinite,
@@ -195,8 +194,8 @@ def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], products, part)
 
 
-def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the kernel.
+def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the launch of the kernel.
 
     Args:
       x: operands; q is not read.
@@ -204,7 +203,7 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
       outputs: "ht" and "A_inv", with or without "M".
 
     Returns:
-      A dict of these outputs: ht, the final states [N, HV, K, V], and M [N, HV, K, K], both float32 and undefined for
+      The arguments of `launcher.launch`, which gives a dict of these outputs: ht, the final states [N, HV, K, V], and M [N, HV, K, K], both float32 and undefined for
       empty sequences; and A_inv as in `Operands`.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
@@ -231,9 +230,9 @@ def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[s
         scratch |= {"nonfinite_k": (1, s.C, 1), "nonfinite_v": (1, s.C, 1)}
         scratch |= {"owner_inverted": owners, "owner_prev": owners}
     state = prev.state(s.heads, s.K, s.V)
-    return launcher.launch(
-        functools.partial(_map_kernel, static=static, s=s),
-        GdnMapRefs,
+    return dict(
+        body=functools.partial(_map_kernel, static=static, s=s),
+        refs=GdnMapRefs,
         name=f"chunk_gated_delta_rule_summary_c{s.C}",
         # Two more grid steps, because the state goes through a chunk two grid steps after the chunk is prepared.
         grid=(B, HV // s.heads, steps + 2),

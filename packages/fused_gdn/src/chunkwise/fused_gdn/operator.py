@@ -76,6 +76,12 @@ def launch_forward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -
     return launcher.launch(**plan(x, static, outputs))
 
 
+def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Run the launch that only takes states through the tokens, in the same way as the forward."""
+    plan = kernel_chunks.plan if kernel_chunks.takes(x, static) else kernel_map.plan
+    return launcher.launch(**plan(x, static, outputs))
+
+
 def launch_backward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the backward, by several chunks a grid step where there are few heads."""
     plan = kernel_bwd_chunks.plan if kernel_bwd_chunks.takes(x, static) else kernel_bwd.plan
@@ -88,7 +94,7 @@ KERNELS = fused.Kernels(
     lay_out,
     launch_forward,
     launch_backward,
-    kernel_map.launch,
+    launch_states,
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),
     precomputed=("A_inv",),
