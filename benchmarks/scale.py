@@ -18,7 +18,7 @@ from chunkwise.shared.testing.tpu import launches, topology_mesh
 from tests.compiled import COLLECTIVE, traffic
 
 MIB = 2**20
-# The scans over devices: those of the library, and a ring, which it does not have.
+# The ways to scan maps over devices: the library has the second and the third one.
 SCANS = ("all_gather", "all_to_all", "doubling", "ring")
 
 

@@ -18,8 +18,8 @@ from tests import segment_suite
 
 THOROUGH = dict(test_state_map=lambda operator, batch: batch != "rows" or operator != "gla")
 OPERATORS = {
-    "gated_delta_rule": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1)),
-    "kda": (kda_operator.OPERATOR, kda.Config(1, 1)),
+    "gated_delta_rule": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1, chunks=2)),
+    "kda": (kda_operator.OPERATOR, kda.Config(1, 1, chunks=2)),
     "gdn2": (two_keys_operator.GDN2, two_keys.Config(1, 1)),
     "comba": (two_keys_operator.COMBA, two_keys.Config(1, 1)),
     "gla": (gla_operator.GLA, fused_gla.Config(1, 1, 2)),
@@ -28,6 +28,8 @@ OPERATORS = {
 K = 12
 BATCHES = {
     "rows": ({}, (2, 50), 20),
+    # Two chunks a grid step, of which the last step has one.
+    "chunks": ({}, (1, 137), 20),
     "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 20),
     "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 20),
     # The identity does not fit beside the states, and takes a launch of its own.
@@ -35,7 +37,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("batch", "cores"), [("rows", 1), ("pack", 2), ("segments", 1), ("wide", 1)])
+@pytest.mark.parametrize(("batch", "cores"), [("rows", 1), ("chunks", 1), ("pack", 2), ("segments", 1), ("wide", 1)])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_state_map(operator, batch, cores):
     """The map takes any state to the state after the tokens, and the operator takes the arrays that it precomputed."""

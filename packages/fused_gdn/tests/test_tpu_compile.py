@@ -116,7 +116,8 @@ def test_states_and_float32(chip):
 def test_split_tokens(dtype, chip):
     """Tokens over chips, for some of them packed: a map, the operator that gets its inverses, and the backward.
 
-    Under a policy of `jax.checkpoint` that saves what they keep, no launch of the forward is repeated.
+    The map of rows takes two chunks a grid step, and the map of a pack one. Under a policy of `jax.checkpoint` that
+    saves what they keep, no launch of the forward is repeated.
     """
     packed = chip in ("v6e", "v5e")
     others = jax.ShapeDtypeStruct((3 if packed else 1, 4, 64, 100), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -133,6 +134,6 @@ def test_split_tokens(dtype, chip):
         results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, state)
         return results, pull(results)
 
-    launches = tpu.compile_over_tokens(run, specs(256, 2, 4, 64, 100, dtype), others, chip)
+    launches = tpu.compile_over_tokens(run, specs(2048, 2, 4, 64, 100, dtype), others, chip)
     kinds = "bwd", "bwd_state", "fwd", "states", "summary"
     assert launches == [f"chunk_gated_delta_rule_{kind}_c64" for kind in kinds]

@@ -98,5 +98,5 @@ def test_split_tokens_compile(chip):
         results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, law, state)
         return results, pull(results)
 
-    launches = compile_over_tokens(run, specs(1, 128, 1, 2, 64, 100, dtype), others, chip)
+    launches = compile_over_tokens(run, specs(1, 256, 1, 2, 64, 100, dtype), others, chip)
     assert launches == [f"chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]

@@ -10,7 +10,8 @@ names of `kernel`,
 So the chain has two products, and everything else is done for all chunks of a grid step at once, as if they were more
 heads. Three stages share a grid step, each on chunks of its own, so that none waits for another: the first prepares
 P and I + A, the second makes A_inv and L, the third takes the state through the chunks one by one. L has only the rows
-of what is requested. A launch for the inverses alone, as `jax.checkpoint` runs it before a backward, has the first two
+of what is requested. The map of `kernel_map` is such a launch without outputs: M is K more channels of the state, which
+have no values. A launch for the inverses alone, as `jax.checkpoint` runs it before a backward, has the first two
 stages, without P and L. Where an earlier launch has made A_inv, the first stage makes L, and there is no second one.
 
 Every row of the batch is one sequence here, and its states do not lie in a pool.

@@ -203,8 +203,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
       outputs: "ht" and "A_inv", with or without "M".
 
     Returns:
-      The arguments of `launcher.launch`, which gives a dict of these outputs: ht, the final states [N, HV, K, V], and M [N, HV, K, K], both float32 and undefined for
-      empty sequences; and A_inv as in `Operands`.
+      The arguments of `launcher.launch`, which gives a dict of these outputs: ht, the final states [N, HV, K, V], and M
+      [N, HV, K, K], both float32 and undefined for empty sequences; and A_inv as in `Operands`.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))

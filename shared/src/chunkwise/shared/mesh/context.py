@@ -222,7 +222,10 @@ def run_context(
             states = floats.get("initial_state")
             dN = jax.vjp(lambda S: _entry(part, S, states), S)[1](dentry)[0]
         dS = affine_scan.exclusive_scan(
-            affine_scan.AffineMap(None if M is None else affine_scan.transposed(M), dN, _passing(part)), None, axis, reverse=True
+            affine_scan.AffineMap(None if M is None else affine_scan.transposed(M), dN, _passing(part)),
+            None,
+            axis,
+            reverse=True,
         )
         dafter = dS if part.first is None else jnp.zeros_like(dstates).at[part.last].add(dS)
         dfloats, dS = pull((do, dstates + dafter))

@@ -69,7 +69,7 @@ def launches(text: str) -> list[str]:
 
 
 def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
-    """Compile fn(tokens, others) for two chips, with the second axis of `tokens` split over a mesh axis "tokens".
+    """Compile fn(tokens, others) for four chips, with the second axis of `tokens` split over a mesh axis "tokens".
 
     Args:
       fn: called with both, under the mesh; it divides itself over `PartitionSpec(None, "tokens")`.
@@ -79,7 +79,7 @@ def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
     Returns:
       The names of the kernels that the compiled program launches.
     """
-    mesh = topology_mesh(chips.CHIPS[chip].topology, "tokens", 2)
+    mesh = topology_mesh(chips.CHIPS[chip].topology, "tokens", 4)
 
     def place(tree, *axes):
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
