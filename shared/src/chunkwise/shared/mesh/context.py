@@ -124,6 +124,19 @@ def _entry(part: Part, S: jax.Array, states: jax.Array | None) -> jax.Array:
     return states.at[first].set(jnp.where(enters, S, states[first]))
 
 
+def _map_start(part: Part, S: jax.Array | None, states: jax.Array | None, axis) -> jax.Array | None:
+    """Return the initial states of the map of this device, None for zeros.
+
+    Documents that begin here start from their states. If nobody needs M, the first device starts from the state S.
+    """
+    if part.first is not None:
+        assert states is not None
+        return _entry(part, jnp.zeros_like(states[:1]), states)
+    if S is None or affine_scan.needs_M(axis):
+        return None
+    return _entry(part, jnp.where(lax.axis_index(axis) == 0, S, 0.0), None)
+
+
 def _exit(part: Part, states: jax.Array) -> jax.Array:
     """Return the state [B, HV, K, V] that goes out, one of the final states of the operator on this device."""
     return states if part.first is None else states[part.last]
@@ -190,12 +203,7 @@ def run_context(
     def state_before(floats, S, fixed, part):
         """Return M of this device, the state before it, and the `precomputed` of its map."""
         y = x.with_arrays(floats | fixed)
-        with_M, start = affine_scan.needs_M(axis), None
-        if part.first is not None:
-            # The map starts from zeros, but documents that begin here start from their initial states.
-            start = _entry(part, jnp.zeros_like(y.initial_state[:1]), y.initial_state)
-        elif S is not None and not with_M:
-            start = _entry(part, jnp.where(lax.axis_index(axis) == 0, S, 0.0), None)
+        with_M, start = affine_scan.needs_M(axis), _map_start(part, S, y.initial_state, axis)
         state_map = implementations.map_states(implementation, y._replace(initial_state=start), options, with_M)
         M = None
         if with_M:
@@ -221,12 +229,8 @@ def run_context(
             dentry = implementations.state_gradient(implementation, y, options, precomputed, do, dstates)
             states = floats.get("initial_state")
             dN = jax.vjp(lambda S: _entry(part, S, states), S)[1](dentry)[0]
-        dS = affine_scan.exclusive_scan(
-            affine_scan.AffineMap(None if M is None else affine_scan.transposed(M), dN, _passing(part)),
-            None,
-            axis,
-            reverse=True,
-        )
+        back = affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part))
+        dS = affine_scan.exclusive_scan(back, None, axis, reverse=True)
         dafter = dS if part.first is None else jnp.zeros_like(dstates).at[part.last].add(dS)
         dfloats, dS = pull((do, dstates + dafter))
         # The initial state is the same on all devices, and only the first one reads it.

@@ -63,9 +63,9 @@ def is_matrix(M: jax.Array) -> bool:
     return M.shape[-1] > 1
 
 
-def transposed(M: jax.Array) -> jax.Array:
+def transposed(M: jax.Array | None) -> jax.Array | None:
     """Return the transpose of the linear part of a map."""
-    return jnp.swapaxes(M, -1, -2) if is_matrix(M) else M
+    return M if M is None or not is_matrix(M) else jnp.swapaxes(M, -1, -2)
 
 
 def _rank(axis, reverse: bool) -> tuple[int, jax.Array]:
