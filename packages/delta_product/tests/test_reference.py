@@ -16,6 +16,7 @@ from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
 from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
+from tests.traced import launches
 
 THOROUGH = dict(
     test_steps_in_the_kernel_for_decodes=True,
@@ -116,6 +117,20 @@ def test_no_gate():
     o = chunk_gated_delta_product(**x | dict(g=None), num_householder=2)[0]
     want = chunk_gated_delta_product(**x | dict(g=jnp.zeros_like(x["g"])), num_householder=2)[0]
     np.testing.assert_array_equal(o, want)
+
+
+def test_nothing_is_made_again():
+    """The states of the kernels' forward are kept: the gradients are the same bits, and no launch makes the states."""
+    x = make_product_inputs(1, 20, 1, 2, 8, 8)
+
+    def gradients(disable_recompute):
+        run = lambda x: chunk_gated_delta_product(
+            **x, num_householder=2, chunk_size=16, implementation="fused", disable_recompute=disable_recompute
+        )[0]
+        return lambda x: jax.vjp(run, x)[1](x["v"][:, ::2])
+
+    assert [x.name.split("_")[4] for x in launches(gradients(True), x)] == ["fwd", "bwd"]
+    jax.tree.map(np.testing.assert_array_equal, gradients(True)(x), gradients(False)(x))
 
 
 def test_steps_in_the_kernel_for_decodes():

@@ -34,6 +34,7 @@ def chunk_gated_delta_product(
     implementation: str | None = None,
     sharding: Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
+    disable_recompute: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gated DeltaProduct over whole sequences, chunk by chunk, differentiable.
@@ -56,6 +57,7 @@ def chunk_gated_delta_product(
       num_householder: n, the steps of a token; static.
       chunk_size: tokens of a chunk of the gated delta rule, of which a token takes n, one of 16, 32, 64, 128, or None
         for the best; static.
+      disable_recompute: as of `chunk_gated_delta_rule`; static.
       config: tile sizes of the kernels of "fused"; None for the best.
 
     Accuracy: as `chunk_gated_delta_rule` over T n tokens.
