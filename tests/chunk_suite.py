@@ -5,10 +5,12 @@ Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size
 
 import functools
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from chunkwise.shared.plain import recurrence
@@ -167,3 +169,27 @@ def _from_chunks(x: jax.Array) -> jax.Array:
     """Return chunks [NT, B, H, C, ...] as tokens [B, T, H, ...]."""
     x = jnp.moveaxis(x, (0, 2), (1, 3))
     return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+class ChunkTests:
+    """The chunk.py of an operator against the recurrence, and its kernels against it; a package sets the functions.
+
+    Attributes:
+      functions: `chunk` and `chunk_bwd`.
+      operator: the operator, a static method.
+      options: of `make_case`.
+    """
+
+    functions: ClassVar[tuple[Callable, Callable]]
+    operator: ClassVar[Callable]
+    options: ClassVar[dict[str, Any]]
+    # The kernels compute the same tiles, and every package compares its operator with the recurrence.
+    THOROUGH: ClassVar = dict(test_recurrence=True, test_kernels=True)
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_recurrence(self, case):
+        assert_recurrence(*self.functions, *make_case(case, **self.options))
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_kernels(self, case):
+        assert_kernel(self.operator, *self.functions, *make_case(case, **self.options))

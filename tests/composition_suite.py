@@ -3,11 +3,12 @@
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing import definitions
@@ -88,6 +89,54 @@ def assert_values_and_gradients(kind: Kind, call: str, form: str, implementation
         # A gradient may be the difference of sums near 1, whose rounding is 1e-7: of e^-30 where all gates are strong.
         size = np.sqrt(np.mean(np.square(gradients[each])))
         assert_close(f"d{each}", y, gradients[each], max(limit, 1e-7 / size) if size else limit)
+
+
+CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
+_QUICK = (
+    *(("xla", form, "resets", jnp.float32) for form in FORMS),
+    ("xla", "rows", "strong", jnp.float32),
+    ("fused", "sequences", "resets", jnp.float32),
+)
+implementations = pytest.mark.parametrize("implementation", ["xla", "fused"])
+
+
+class CompositionTests:
+    """Values, gradients and serving steps of an operator that takes two tokens of another one, which a package sets.
+
+    Attributes:
+      kind: the operator; raw: the same with keys and queries that it scales itself, if it does.
+      per_channel: whether rings have gates per channel.
+    """
+
+    kind: ClassVar[Kind]
+    raw: ClassVar[Kind]
+    per_channel: ClassVar[bool] = False
+    THOROUGH: ClassVar = dict(
+        test_steps_in_the_kernel_for_decodes=True,
+        test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
+            (implementation, form, gate, dtype) not in _QUICK or (implementation, call) == ("fused", "recurrent")
+        ),
+    )
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("gate", ["logsigmoid", "strong", "resets"])
+    @pytest.mark.parametrize(("call", "form"), CALLS)
+    @implementations
+    def test_values_and_gradients(self, implementation, call, form, gate, dtype):
+        options = dict(gate=gate) | ({} if self.raw is self.kind else dict(normalise=False))
+        assert_values_and_gradients(self.raw, call, form, implementation, dtype, **options)
+
+    @implementations
+    def test_steps(self, implementation):
+        assert_steps(self.kind, implementation)
+
+    @implementations
+    def test_rings(self, implementation):
+        assert_ring(self.kind, 2, self.per_channel, implementation)
+
+    def test_steps_in_the_kernel_for_decodes(self):
+        """It takes heads of whole registers, and the tokens that two tokens become."""
+        assert_steps(self.kind, "fused", sizes=(128, 128))
 
 
 # A serving step: a decode of two tokens, one of one token that starts from zeros, and a prefill.

@@ -94,6 +94,8 @@ RAW = dict(use_gate_in_kernel=True)
             "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",
         ),
         (RAW, spec(3), None, "`A_log` must have shape [HV] = (4); got (3,)."),
+        (RAW, spec(1, 1, 4), None, "`A_log` must have shape [HV]; got (1, 1, 4)."),
+        (RAW, spec(1, 1, 3, 1), None, "`A_log` must have shape [1, 1, HV, 1] = (1, 1, 4, 1); got (1, 1, 3, 1)."),
         (RAW, spec(4), spec(4), "`dt_bias` must have shape [HV*K] = (32); got (4,)."),
         (RAW, spec(4), spec(4, 7), "`dt_bias` must have shape [HV, K] = (4, 8); got (4, 7)."),
         *(

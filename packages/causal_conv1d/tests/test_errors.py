@@ -99,23 +99,13 @@ STEP = dict(
             )
             for wrong, got in (
                 (None, "NoneType"),
-                ([0, 1], "list"),
-                (spec(3, dtype=jnp.int32), "int32 (3,)"),
-                (spec(3, 2, dtype=jnp.int32), "int32 (3, 2)"),
                 (spec(2, 0, dtype=jnp.int32), "int32 (2, 0)"),
                 (spec(2, 2, 1, dtype=jnp.int32), "int32 (2, 2, 1)"),
-                (spec(2, 2), "float32 (2, 2)"),
             )
         ),
         *(
-            ({name: wrong}, f"`{name}` must be int32 of shape (2,); got {got}.")
+            ({name: spec(3, dtype=jnp.int32)}, f"`{name}` must be int32 of shape (2,); got int32 (3,).")
             for name in ("read_indices", "num_accepted_tokens")
-            for wrong, got in (
-                ([0, 1], "list"),
-                (spec(3, dtype=jnp.int32), "int32 (3,)"),
-                (spec(2, 2, dtype=jnp.int32), "int32 (2, 2)"),
-                (spec(2), "float32 (2,)"),
-            )
         ),
         (dict(has_initial_state=spec(3, dtype=bool)), "`has_initial_state` must be bool of shape (2,); got bool (3,)."),
         (dict(num_decodes=3), "`num_decodes` must be from 0 to 2; got 3."),
@@ -162,29 +152,17 @@ def test_block_size_without_a_step():
 
 ONCE = "must name a slot that is written only once; got"
 RISES = "`cu_seqlens` must rise from 0 to at most T = 8; got"
-BELOW = "must be below 6, the number of slots; got 6 for sequence"
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (dict(state_indices=int32([0, 1], [1, -1])), f"`state_indices` {ONCE} 1 for sequence 0 and for sequence 1."),
-        (dict(state_indices=int32([0, 0], [2, -1])), f"`state_indices` {ONCE} 0 for sequence 0 and for sequence 0."),
-        (
-            dict(state_indices=int32(3, 3), num_decodes=0, num_sequences=2),
-            f"`state_indices` {ONCE} 3 for sequence 0 and for sequence 1.",
-        ),
         (
             dict(block_state_indices=int32([-1], [2]), block_size=2),
             f"`state_indices` and `block_state_indices` {ONCE} 2 for sequence 1 and for sequence 1.",
         ),
         (dict(cu_seqlens=int32(0, 2, 1), num_sequences=2), f"{RISES} 1 at [2]."),
-        (dict(block_state_indices=int32([-1], [6]), block_size=2), f"`block_state_indices` {BELOW} 1."),
-        (
-            dict(read_indices=int32(2, 3)),
-            "`state_indices` must not name a slot that another sequence starts from; got 2, from which sequence 0 "
-            "starts and which sequence 1 writes.",
-        ),
     ],
 )
 def test_wrong_values_of_a_step(wrong, message):

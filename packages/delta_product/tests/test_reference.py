@@ -15,22 +15,20 @@ from chunkwise.delta_product import (
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
-from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
+from tests.composition_suite import (
+    FORMS,
+    CompositionTests,
+    Kind,
+    assert_steps,
+    assert_values_and_gradients,
+    implementations,
+)
 from tests.traced import launches
 
 THOROUGH = dict(
-    test_steps_in_the_kernel_for_decodes=True,
-    test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
-        (implementation, form, gate, dtype) not in QUICK or (implementation, call) == ("fused", "recurrent")
-    ),
     test_other_numbers_of_steps=lambda n, implementation: (n, implementation) == (4, "fused"),
-    test_steps=lambda implementation, n: n == 4,
+    test_four_steps=True,
     test_raw_gates=lambda form: form in ("rows", "stream"),
-)
-QUICK = (
-    *(("xla", form, "resets", jnp.float32) for form in FORMS),
-    ("xla", "rows", "strong", jnp.float32),
-    ("fused", "sequences", "resets", jnp.float32),
 )
 
 
@@ -43,17 +41,8 @@ def kind(n: int, **static) -> Kind:
     )  # fmt: skip
 
 
-CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("gate", ["logsigmoid", "strong", "resets"])
-@pytest.mark.parametrize(("call", "form"), CALLS)
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_values_and_gradients(implementation, call, form, gate, dtype):
-    options = dict(gate=gate, normalise=False)
-    two = kind(2, use_qk_l2norm_in_kernel=True)
-    assert_values_and_gradients(two, call, form, implementation, dtype, **options)
+class TestDeltaProduct(CompositionTests):
+    kind, raw = kind(2), kind(2, use_qk_l2norm_in_kernel=True)
 
 
 @pytest.mark.parametrize(("n", "implementation"), [(1, "xla"), (3, "xla"), (3, "fused"), (4, "fused")])
@@ -63,15 +52,9 @@ def test_other_numbers_of_steps(n, implementation):
     assert_values_and_gradients(of_32, "chunk", "sequences", implementation, repeat_key=True, beta=1.9)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_steps(implementation, n):
-    assert_steps(kind(n), implementation)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_rings(implementation):
-    assert_ring(kind(2), 2, False, implementation)
+@implementations
+def test_four_steps(implementation):
+    assert_steps(kind(4), implementation)
 
 
 @pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
@@ -131,8 +114,3 @@ def test_nothing_is_made_again():
 
     assert [x.name.split("_")[4] for x in launches(gradients(True), x)] == ["fwd", "bwd"]
     jax.tree.map(np.testing.assert_array_equal, gradients(True)(x), gradients(False)(x))
-
-
-def test_steps_in_the_kernel_for_decodes():
-    """It takes heads of whole registers, and the tokens that two tokens become."""
-    assert_steps(kind(2), "fused", sizes=(128, 128))

@@ -15,21 +15,7 @@ from chunkwise.dplr import (
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_dplr_inputs
-from tests.composition_suite import FORMS, Kind, assert_ring, assert_steps, assert_values_and_gradients
-
-THOROUGH = dict(
-    test_steps_in_the_kernel_for_decodes=True,
-    test_values_and_gradients=lambda implementation, call, form, gate, dtype: (
-        (implementation, form, gate, dtype) not in QUICK or (implementation, call) == ("fused", "recurrent")
-    ),
-)
-QUICK = (
-    *(("xla", form, "resets", jnp.float32) for form in FORMS),
-    ("xla", "rows", "strong", jnp.float32),
-    ("fused", "sequences", "resets", jnp.float32),
-)
-CALLS = [("chunk", form) for form in FORMS] + [("recurrent", form) for form in ("rows", "sequences")]
-
+from tests.composition_suite import CompositionTests, Kind, assert_values_and_gradients
 
 KIND = Kind(
     chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule, definitions.dplr_delta_rule,
@@ -38,12 +24,9 @@ KIND = Kind(
 NAMES = {"q": "r", "gk": "w"}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("gate", ["logsigmoid", "strong", "resets"])
-@pytest.mark.parametrize(("call", "form"), CALLS)
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_values_and_gradients(implementation, call, form, gate, dtype):
-    assert_values_and_gradients(KIND, call, form, implementation, dtype, gate=gate)
+class TestDplr(CompositionTests):
+    kind = raw = KIND
+    per_channel = True
 
 
 def test_one_key_for_all_tokens():
@@ -60,16 +43,6 @@ def test_rwkv7(call):
     static = dict(min_gate=-0.61) if call == "chunk" else {}
     kind = KIND._replace(**functions, inputs=renamed, gates=("w",), names=NAMES, scale=1.0, static=static)
     assert_values_and_gradients(kind, call, "rows", "xla", gate="logsigmoid/10")
-
-
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_steps(implementation):
-    assert_steps(KIND, implementation)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "fused"])
-def test_rings(implementation):
-    assert_ring(KIND, 2, True, implementation)
 
 
 @pytest.mark.parametrize("function", [chunk_dplr_delta_rule, recurrent_dplr_delta_rule])
@@ -94,8 +67,3 @@ def test_two_types_of_keys():
     with jax.numpy_dtype_promotion("strict"):
         o = chunk_dplr_delta_rule(**mixed)[0]
     assert_close("o", o, chunk_dplr_delta_rule(**mixed | dict(b=mixed["b"].astype(jnp.float32)))[0], 1e-6)
-
-
-def test_steps_in_the_kernel_for_decodes():
-    """It takes heads of whole registers, and the tokens that two tokens become."""
-    assert_steps(KIND, "fused", sizes=(128, 128))

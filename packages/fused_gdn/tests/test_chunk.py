@@ -1,21 +1,12 @@
 """chunk.py against the float64 recurrence, and the interpreted kernels against chunk.py."""
 
-import pytest
+from typing import ClassVar
 
-from chunkwise.fused_gdn import chunk_gated_delta_rule as operator
-from chunkwise.fused_gdn.chunk import chunk, chunk_bwd
-from tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
-
-# The kernels compute the same tiles, and the operator is compared with the recurrence in plain JAX.
-# Gradients compare the kernels with the recurrence.
-THOROUGH = dict(test_recurrence=True, test_kernels=True)
+from chunkwise.fused_gdn import chunk, chunk_gated_delta_rule
+from tests.chunk_suite import ChunkTests
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_recurrence(case):
-    assert_recurrence(chunk, chunk_bwd, *make_case(case, per_channel=False))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_kernels(case):
-    assert_kernel(operator, chunk, chunk_bwd, *make_case(case, per_channel=False))
+class TestChunk(ChunkTests):
+    functions = chunk.chunk, chunk.chunk_bwd
+    operator = staticmethod(chunk_gated_delta_rule)
+    options: ClassVar = dict(per_channel=False)

@@ -1,14 +1,11 @@
 """The kernels, interpreted, against the float64 recurrence."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from chunkwise.fused_gdn import Config, chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.fused_gdn import config as tiles
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import VMEM_LIMIT_BYTES
 from tests.recurrence import assert_recurrence
 
@@ -50,20 +47,3 @@ def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, chunks, repeats):
     assert config == Config(heads, heads, chunks)
     assert tiles.key_repeats(H, HV, config) == repeats
     assert chunks * heads * tiles.vmem_bytes_per_head(C, K, K) <= tiles.VMEM_BUDGET < VMEM_LIMIT_BYTES
-
-
-def test_decode_from_a_pool():
-    """Three sequences of a pack, the second of them in a freed slot; shared has the tests of the kernel."""
-    x = make_inputs(1, 5, 2, 4, 60, 128, num_states=7, normalise=False)
-    x["g"] = x["g"].at[:, 4].set(-jnp.inf)
-    cu_seqlens, slots = jnp.array([0, 1, 3, 5], jnp.int32), jnp.array([6, 2, 5], jnp.int32)
-    pool, kept = x.pop("initial_state"), jnp.array([True, False, True])
-    options = dict(cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)
-    want_o, want = reference(**x, **options, initial_state=pool[slots] * kept[:, None, None, None])
-    o, after = recurrent_gated_delta_rule(
-        **x, **options, initial_state=pool, output_final_state=True, state_indices=slots, has_initial_state=kept,
-        implementation="fused",
-    )  # fmt: skip
-    assert_close("o", o, want_o, TOLERANCE["float32"])
-    assert_close("states", after[slots], want, TOLERANCE["float32"])
-    np.testing.assert_array_equal(np.delete(after, slots, 0), np.delete(pool, slots, 0))

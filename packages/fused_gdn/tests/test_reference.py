@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.kernels.inverse import unit_lower_inverse
-from chunkwise.shared.testing.compare import TOLERANCE, assert_close, tolerance
+from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import NO_LAW, strong_raw_inputs
@@ -15,7 +14,6 @@ from tests.recurrence import assert_recurrence
 
 THOROUGH = dict(
     test_xla=lambda function, cu_seqlens: function is chunk_gated_delta_rule and cu_seqlens is None,
-    test_inverse=lambda C: C != 64,
 )
 
 
@@ -26,18 +24,6 @@ def test_xla(function, cu_seqlens):
     x = make_inputs(1, 21, 2, 4, 24, 40, num_states=1 if cu_seqlens is None else 3)
     x["g"] = x["g"].at[:, 7].set(-jnp.inf)
     assert_recurrence(function, x, gradients=False, cu_seqlens=cu_seqlens, implementation="xla")
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("C", "p"), [(16, 8), (32, 4), (64, 2), (128, 1), (64, 1)])
-@pytest.mark.parametrize("kind", ["random", "repeated keys"])
-def test_inverse(C, p, kind):
-    """Equal keys with beta = 1.9 are what products of powers fail on by many orders of magnitude."""
-    M = np.random.default_rng(0).standard_normal((2, p, C, C)) * 0.2 if kind == "random" else np.full((2, p, C, C), 1.9)
-    M = np.float32(np.tril(M, -1))
-    X = jax.jit(unit_lower_inverse)(jnp.asarray(np.concatenate(list(np.moveaxis(M, 1, 0)), axis=2)))
-    want = np.linalg.inv(np.eye(C) + M.astype(np.float64))
-    assert_close("X", X, np.concatenate(list(np.moveaxis(want, 1, 0)), axis=2), TOLERANCE["float32"])
 
 
 def test_gradients_of_one_chunk_from_an_empty_state():

@@ -1,21 +1,12 @@
 """chunk.py against the float64 recurrence, and the interpreted kernels against chunk.py."""
 
-import pytest
+from typing import ClassVar
 
-from chunkwise.kda import chunk_kda as operator
-from chunkwise.kda.chunk import chunk, chunk_bwd
-from tests.chunk_suite import CASES, assert_kernel, assert_recurrence, make_case
-
-# The kernels compute the same tiles, and the operator is compared with the recurrence in plain JAX.
-# Gradients compare the kernels with the recurrence.
-THOROUGH = dict(test_kernels=True, test_recurrence=True)
+from chunkwise.kda import chunk, chunk_kda
+from tests.chunk_suite import ChunkTests
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_recurrence(case):
-    assert_recurrence(chunk, chunk_bwd, *make_case(case, per_channel=True))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_kernels(case):
-    assert_kernel(operator, chunk, chunk_bwd, *make_case(case, per_channel=True))
+class TestChunk(ChunkTests):
+    functions = chunk.chunk, chunk.chunk_bwd
+    operator = staticmethod(chunk_kda)
+    options: ClassVar = dict(per_channel=True)

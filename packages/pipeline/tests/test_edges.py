@@ -1,18 +1,26 @@
-"""Numbers at the edge: resets, keys whose rounding adds up, residuals beside large states, gates of -inf."""
+"""Numbers at the edge: resets, keys whose rounding adds up, residuals beside large states, long texts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_comba, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, chunk_simple_gla
+from chunkwise.pipeline import (
+    chunk_comba,
+    chunk_gated_delta_rule,
+    chunk_gdn2,
+    chunk_kda,
+    chunk_simple_gla,
+    recurrent_gated_delta_rule,
+)
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 
 DELTA = {"gated_delta_rule": chunk_gated_delta_rule, "kda": chunk_kda, "gdn2": chunk_gdn2, "comba": chunk_comba}
 THOROUGH = dict(
+    test_nothing_is_forgotten=True,
     # A step size of 2 is the hardest.
     test_a_repeated_key_does_not_grow=lambda implementation, operator, beta: (
         beta < 2.0 or (operator, implementation) not in (("gated_delta_rule", "fused"), ("kda", "xla"))
@@ -131,3 +139,30 @@ def test_a_constant_gate_that_forgets_everything(implementation):
     assert_close("o", o[0, :, 0], 8**-0.5 * np.sum(q * k, axis=1, keepdims=True) * v, 1e-5)
     assert_close("state", state[0, 0], np.outer(k[-1], v[-1]), 1e-5)
     assert jnp.all(jnp.isfinite(o))
+
+
+def test_recurrent_continues_chunked():
+    inputs = make_inputs(2, 71, 1, 2, 16, 16)
+    prompt, token = ({name: x[:, cut] for name, x in inputs.items()} for cut in (slice(70), slice(70, None)))
+    _, state = chunk_gated_delta_rule(**prompt, output_final_state=True, implementation="xla")
+    o, _ = recurrent_gated_delta_rule(**token, initial_state=state)
+    assert_close("o", o, reference(**inputs)[0][:, 70:], TOLERANCE["float32"])
+
+
+def test_nothing_is_forgotten():
+    """Reflections of the state without a decay: after 8,192 tokens within the limit, and no linear growth after it."""
+    T, K, V = 32_768, 16, 8
+    rng = np.random.default_rng(0)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k = (unit(rng.standard_normal((T, K))).astype(np.float32) for _ in range(2))
+    v = rng.standard_normal((T, V)).astype(np.float32)
+    S, expected = np.zeros((K, V)), np.zeros((T, V))
+    for t, (q_t, k_t, v_t) in enumerate(zip(*(y.astype(np.float64) for y in (q, k, v)), strict=True)):
+        S = S + 2.0 * np.outer(k_t, v_t - S.T @ k_t)
+        expected[t] = S.T @ q_t
+    rows = [jnp.asarray(y)[None, :, None] for y in (q, k, v)]
+    g, beta = jnp.zeros((1, T, 1)), jnp.full((1, T, 1), 2.0)
+    o = chunk_gated_delta_rule(*rows, g, beta, 1.0, implementation="xla")[0][0, :, 0]
+    after = {n: error(o[:n], expected[:n]) for n in (8_192, T)}
+    assert after[8_192] < TOLERANCE["float32"]
+    assert after[T] < 3 * after[8_192]

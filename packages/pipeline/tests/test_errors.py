@@ -46,12 +46,6 @@ def test_flags_are_true_or_false(operator, wrong):
                 operator.function(**x, **{flag: WRONG[wrong]})
 
 
-@EVERY
-def test_numbers_of_numpy_are_flags(operator):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
-    assert operator.function(**x, output_final_state=np.True_)[1] is not None
-
-
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 @pytest.mark.parametrize("wrong", [64.0, 48, "64", True, np.full(2, 64), jnp.array(64)], ids=repr)
 def test_chunk_size_is_one_of_four(operator, wrong):
@@ -60,14 +54,6 @@ def test_chunk_size_is_one_of_four(operator, wrong):
     message = f"`chunk_size` must be one of (16, 32, 64, 128){array}; got"
     with pytest.raises(ValueError, match=re.escape(message)):
         operator.function(**x, chunk_size=wrong)
-
-
-@EVERY
-@pytest.mark.parametrize("wrong", ["cuda", 1, True], ids=repr)
-def test_implementation_is_a_name(operator, wrong):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
-    with pytest.raises(ValueError, match=f"`implementation` must be None or one of .*; got {wrong!r}"):
-        operator.function(**x, implementation=wrong)
 
 
 @pytest.mark.parametrize("operator", RECURRENT, ids=lambda operator: operator.name)

@@ -1,7 +1,6 @@
 """Raw gates and step sizes in every delta rule and implementation: values and gradients against float64."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import boundaries, spec
+from chunkwise.shared.testing.inputs import boundaries
 from tests import laws
 from tests.laws import raw_inputs
 from tests.recurrence import assert_recurrence
@@ -129,29 +128,6 @@ def test_types_are_stated(operator):
                 run = lambda x: operator.function(**x, **laws, **law, implementation=name)[0]  # noqa: B023
                 grads = jax.eval_shape(lambda x: jax.vjp(run, x)[1](inputs["v"])[0], inputs)  # noqa: B023
                 assert {n: d.dtype for n, d in grads.items()} == {n: x.dtype for n, x in inputs.items()}
-
-
-@pytest.mark.parametrize("operator", [x for x in DELTA if x.erase != "gate"], ids=lambda operator: operator.name)
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(A_log=spec(2)), "`A_log` must be None without `use_gate_in_kernel`; got an array float32 (2,)."),
-        (dict(use_gate_in_kernel=True), "`A_log` must be an array [HV] with `use_gate_in_kernel` and with"),
-        (
-            dict(use_gate_in_kernel=True, A_log=spec(1, 1, 2)),
-            "`A_log` must have shape [HV]; got (1, 1, 2).",
-        ),
-        (
-            dict(use_gate_in_kernel=True, A_log=spec(1, 1, 3, 1)),
-            "`A_log` must have shape [1, 1, HV, 1] = (1, 1, 2, 1); got (1, 1, 3, 1).",
-        ),
-        (dict(allow_neg_eigval=True), "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`;"),
-    ],
-)
-def test_errors(operator, wrong, message):
-    x = jax.tree.map(lambda y: spec(*y.shape), operator_inputs(operator, 1, 20, 1, 2, 8, 8))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        operator.function(**x, **wrong)
 
 
 def test_a_bound_without_arrays_is_a_law_too():

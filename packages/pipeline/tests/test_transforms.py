@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -15,15 +14,12 @@ from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import text_for_tpu
-from tests.recurrence import assert_recurrence
 
 CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 # Under a transform the arithmetic is the same; only the order of some sums may differ.
 SAME = 1e-6
 # What the packages test of "fused", and of plain JAX, is done here for the chain of stages.
 THOROUGH = dict(
-    # A pack with states goes through the most code, and the norm comes before all of it.
-    test_gradients=lambda implementation, case: implementation == "xla" or case != "packed",
     test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
     test_new_boundaries_do_not_retrace=lambda implementation, states: implementation == "xla" and states,
     test_packed_cost_follows_tokens=True,
@@ -33,26 +29,6 @@ THOROUGH = dict(
     ),
     test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
 )
-
-
-@pytest.mark.parametrize(
-    ("implementation", "gate", "case"),
-    [
-        (i, gate, case)
-        for i, gates in (("xla", ("logsigmoid", "spikes", "strong", "zero")), ("staged", ("spikes", "strong", "zero")))
-        for gate in gates
-        for case in ("fixed", "packed", "stream", "l2norm")
-    ],
-)
-def test_gradients(implementation, gate, case):
-    packed, states = case in ("packed", "stream"), case != "stream"
-    inputs = make_inputs(
-        1, 70, 1, 2, 16, 24, gate=gate, num_states=(4 if packed else 1) if states else 0, normalise=case != "l2norm"
-    )
-    assert_recurrence(
-        chunk_gated_delta_rule, inputs, cu_seqlens=CU_SEQLENS if packed else None,
-        use_qk_l2norm_in_kernel=case == "l2norm", chunk_size=32, implementation=implementation,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", ["xla", "staged"])
@@ -89,20 +65,6 @@ def test_new_boundaries_do_not_retrace(implementation, states):
     assert_close("o", o, expected, TOLERANCE["float32"])
 
 
-def test_forward_mode():
-    inputs = make_inputs(1, 40, 1, 2, 16, 16)
-    rng = np.random.default_rng(1)
-    tangents, do = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), (inputs, inputs["v"]))
-
-    def run(x):
-        return chunk_gated_delta_rule(**x, implementation="xla")[0]
-
-    forward = jnp.sum(do * jax.jit(lambda x, dx: jax.jvp(run, (x,), (dx,))[1])(inputs, tangents))
-    (grads,) = jax.jit(lambda x: jax.vjp(run, x)[1](do))(inputs)
-    reverse = sum(jnp.sum(grads[name] * tangents[name]) for name in inputs)
-    assert_close("derivative", forward, reverse, TOLERANCE["float32"])
-
-
 KERNELS = [(x.name, "fused") for x in OPERATORS.values()] + [
     (x.name, "staged") for x in OPERATORS.values() if x.chunked
 ]
@@ -126,13 +88,6 @@ def test_kernels_are_differentiated_once_in_reverse(name, implementation, jitted
         jax.eval_shape(jax.grad(squares), inputs)
     with pytest.raises(NotImplementedError, match=f"{name} can be differentiated only once {advice}"):
         jax.eval_shape(lambda x: jax.jvp(jax.grad(loss), (x,), (x,)), inputs)
-
-
-def test_export():
-    inputs = make_inputs(1, 70, 1, 1, 16, 16)
-    run = jax.jit(lambda x: chunk_gated_delta_rule(**x, implementation="xla")[0])
-    exported = jax.export.export(run, platforms=["cpu", "tpu"])(inputs)
-    np.testing.assert_allclose(exported.call(inputs), run(inputs), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])
