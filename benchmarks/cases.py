@@ -1,6 +1,6 @@
 """The cases of the benchmarks, by name: the layers of real models, further batches, and operators by composition."""
 
-from dataclasses import dataclass
+import dataclasses
 
 import jax
 
@@ -9,6 +9,10 @@ from chunkwise.pipeline import operators
 
 CASES = MODELS | {
     "qwen3-next-80b-unit": Layer("gated_delta_rule", H=16, HV=32, normalise=True),
+    **{
+        f"{name}-kept": dataclasses.replace(MODELS[name], disable_recompute=True)
+        for name in ("qwen3-next-80b", "qwen3-next-80b-tp8", "qwen3.5-397b-tp8")
+    },
     "qwen3-next-80b-ragged": Layer("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
     "gdn-16": Layer("gated_delta_rule", H=16, HV=16, T=2048),
     **{
@@ -24,7 +28,7 @@ CASES = MODELS | {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Composed(Layer):
     """A case of an operator of `operators.COMPOSED`, as a `Layer` is one of `operators.OPERATORS`.
 

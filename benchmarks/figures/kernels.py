@@ -3,6 +3,7 @@
 import functools
 
 from benchmarks import decode_mixer
+from benchmarks.cases import CASES
 from benchmarks.figures.serving import MIXTURES
 from benchmarks.figures.tables import (
     BLOCKS,
@@ -236,7 +237,8 @@ def compile_steps() -> str:
 def remat() -> str:
     """The bytes that a gated DeltaNet layer keeps for its backward, and the work that it repeats."""
     names = {
-        "no checkpoint": ("no `jax.checkpoint`", "nothing"),
+        "no checkpoint": ("no `jax.checkpoint`", "the operator's states"),
+        "no checkpoint, disable_recompute": ("no `jax.checkpoint`, with `disable_recompute=True`", "nothing"),
         "remat_policy": ("`jax.checkpoint` with `remat_policy`", "convolutions and norm"),
         "offload_policy": ("`jax.checkpoint` with `offload_policy()`", "convolutions and norm"),
         "products alone": (
@@ -258,6 +260,18 @@ def remat() -> str:
         "kernels, cycles": of_cycles("kernel_cycles"),
     }
     return table(rows_of("remat-v6e"), columns)
+
+
+@block
+def recompute() -> str:
+    """The gradients of the gated delta rule where the states are made again, and where they are kept."""
+    both = {"made again": "", "kept": "-kept"}
+    names = ("qwen3-next-80b", "qwen3.5-397b-tp8", "qwen3-next-80b-tp8")
+    lines = [{name: layer_of(case + end, "forward+backward") for name, end in both.items()} for case in names]
+    heads = {case: f"{x.H} / {x.HV}" for case, x in CASES.items() if case in names}
+    columns = {"H / HV": lambda row: heads[row["made again"]["case"]]}
+    keys = {"bundles": count("bundles"), "grid steps": count("grid_steps"), "ms": fixed("estimate_ms")}
+    return table(lines, columns | {f"{key}, made again / kept": beside(both, show) for key, show in keys.items()})
 
 
 @block

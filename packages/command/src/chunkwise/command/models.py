@@ -3,6 +3,7 @@
 `chunkwise report` and the benchmarks measure them.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class Layer:
       ragged: whether sequence n, from 0, is n + 1 times as long as sequence 0; otherwise all have the same length.
       segments: whether ids of the tokens mark the sequences, in place of boundaries.
       normalise: whether the operator scales queries and keys to unit length.
+      disable_recompute: whether the operator keeps for its backward what it makes again otherwise.
     """
 
     operator: str
@@ -43,6 +45,7 @@ class Layer:
     ragged: bool = False
     segments: bool = False
     normalise: bool = False
+    disable_recompute: bool = False
 
     @property
     def _options(self) -> dict[str, bool]:
@@ -65,6 +68,8 @@ class Layer:
         `sharding` says how v is split over devices; None for one device.
         """
         operator = self.table.function
+        if self.disable_recompute:
+            operator = functools.partial(operator, disable_recompute=True)
 
         def run(x, cu_seqlens):
             packing = {"cu_seqlens": cu_seqlens}

@@ -46,8 +46,8 @@ def chunk_gated_delta_rule(
       g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
       disable_recompute: whether "fused" keeps the states before all chunks and the new values of its forward for the
         backward, which makes them again otherwise; static. The other implementations always keep them. It saves a
-        launch where the output and the gradients are wanted, without `jax.checkpoint`, and not in a scan over layers,
-        which would copy what is kept.
+        launch. Under plain `jax.checkpoint` nothing more is kept; in a scan over layers without it, the copies of what
+        is kept take longer than the launch.
       config: tile sizes of the kernels of "fused"; None for the best. If the value heads of a key head are too many for
         a grid step, they are divided, and q and k are repeated.
 
