@@ -119,17 +119,19 @@ class SegmentTests:
 
     Attributes:
       operator: the operator, a static method.
+      make_inputs: from sizes, and named type and number of states, to inputs by name, a static method.
       launches: how many kernels are launched for the results, and for results and gradients.
       shared: inputs that all segments share.
     """
 
     operator: ClassVar[Callable]
+    make_inputs: ClassVar[Callable] = inputs.make_inputs
     launches: ClassVar[tuple[int, int]]
     shared: ClassVar[tuple[str, ...]] = ()
 
     def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32) -> dict[str, jax.Array]:
         """Return inputs of the operator with two value heads for a key head, and initial states."""
-        raise NotImplementedError
+        return type(self).make_inputs(B, T, 1, 2, K, K, dtype=dtype, num_states=B)
 
     def run(self, implementation: str, states: bool = True) -> Callable:
         """Return the operator as `over_segments` does."""

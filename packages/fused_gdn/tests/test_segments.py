@@ -2,11 +2,8 @@
 
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from chunkwise.fused_gdn import chunk_gated_delta_rule
-from chunkwise.shared.testing.inputs import make_inputs
-from tests.segment_suite import SEGMENT_IDS, SegmentTests
+from tests.segment_suite import SegmentTests
 
 
 class TestSegments(SegmentTests):
@@ -21,6 +18,3 @@ class TestSegments(SegmentTests):
         test_isolated_to_the_bit=True,
         test_compiles=True,
     )
-
-    def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):
-        return make_inputs(B, T, 1, 2, K, K, dtype=dtype, num_states=B)

@@ -40,7 +40,8 @@ THOROUGH = dict(
     test_min_gate_changes_nothing=True,
     # The kernels are compared with raw gates, and plain JAX in bfloat16.
     test_packed=True,
-    test_packed_bfloat16=lambda implementation, gate: (implementation == "fused") != (gate == "spikes"),
+    # Behind a spike nothing is left of rows of other sequences, so gates of zero are quick in the kernels too.
+    test_packed_bfloat16=lambda implementation, gate: (implementation, gate) == ("xla", "spikes"),
 )
 
 # What two ways to the same number may differ by if both compute in float32: a few of its roundings.

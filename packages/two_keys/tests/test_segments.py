@@ -2,10 +2,8 @@
 
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from tests.either_two_keys import KINDS
-from tests.segment_suite import SEGMENT_IDS, SegmentTests
+from tests.segment_suite import SegmentTests
 
 ALL = dict(
     test_values_and_gradients_of_plain_jax=True,
@@ -21,14 +19,11 @@ ALL = dict(
 class TestGdn2(SegmentTests):
     operator = staticmethod(KINDS["gdn2"].chunk)
     launches = (1, 2)
+    make_inputs = KINDS["gdn2"].inputs
     THOROUGH: ClassVar = ALL
-    kind = "gdn2"
-
-    def inputs(self, B=SEGMENT_IDS.shape[0], T=SEGMENT_IDS.shape[1], K=8, dtype=jnp.float32):
-        return KINDS[self.kind].inputs(B, T, 1, 2, K, K, dtype=dtype, num_states=B)
 
 
 class TestComba(TestGdn2):
     operator = staticmethod(KINDS["comba"].chunk)
+    make_inputs = KINDS["comba"].inputs
     THOROUGH: ClassVar = ALL | dict(test_one_launch_a_direction=True)
-    kind = "comba"
