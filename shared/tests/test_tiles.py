@@ -118,11 +118,10 @@ def test_moving_tiles():
     np.testing.assert_array_equal(packed.split_lanes(side, 2), x)
     even, odd = packed.pack_members(x, 2)
     np.testing.assert_array_equal(even, x[::2])
-    blocks = packed.place_tiles([even, odd], 2)
+    blocks = packed.place_tiles([even, odd])
     np.testing.assert_array_equal(packed.diagonal_blocks(blocks, 2), x)
     assert blocks.astype(bool).sum() == x.astype(bool).sum()
-    np.testing.assert_array_equal(packed.diagonal_blocks(packed.place_tiles([even], 2), 2)[1], even[0])
-    assert packed.place_tiles([x], 1) is x
+    assert packed.place_tiles([x]) is x
 
 
 def test_rotate():

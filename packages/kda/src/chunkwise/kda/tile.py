@@ -364,7 +364,7 @@ def read_state(readers, S):
     heads, V, K = S.shape
     # Two heads fill the 256 x 256 weights of a matrix unit.
     p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
-    S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p), p)  # [heads / p, p V, p K]
+    S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p))  # [heads / p, p V, p K]
     return packed.split_lanes(matmul.dot_nt(packed.side_lanes(readers, p), S), p)
 
 

@@ -82,13 +82,12 @@ def side_lanes(x: jax.Array, p: int) -> jax.Array:
     return concat_lanes(pack_members(x, p))
 
 
-def place_tiles(tiles: list[jax.Array], p: int) -> jax.Array:
-    """Return p tiles [n, C, w] block-diagonally, [n, p C, p w]; fewer tiles than p are repeated in order."""
-    each = p // len(tiles)
-    zero = jnp.zeros_like(tiles[0])
-    if p == 1:
+def place_tiles(tiles: list[jax.Array]) -> jax.Array:
+    """Return p tiles [n, C, w] block-diagonally, [n, p C, p w]."""
+    if len(tiles) == 1:
         return tiles[0]
-    return concat_rows([concat_lanes([tiles[i // each] if i == j else zero for j in range(p)]) for i in range(p)])
+    zero, places = jnp.zeros_like(tiles[0]), range(len(tiles))
+    return concat_rows([concat_lanes([tiles[i] if i == j else zero for j in places]) for i in places])
 
 
 def split_bf16(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
@@ -113,7 +112,7 @@ def multiply_packed(A, x, p: int, dtype):
     An x that is not float32 is exact.
     """
     w = p * x.shape[1]
-    right = [place_tiles(pack_members(part, p), p) for part in split_computed(x, dtype)]
+    right = [place_tiles(pack_members(part, p)) for part in split_computed(x, dtype)]
     left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
     return split_lanes(matmul.dot(concat_lanes(left), concat_rows(right)), p)
 
