@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import cost, loads, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.shared.kernels import chunk_loop, launcher, layout, matmul, tiles
+from chunkwise.shared.kernels import chunk_loop, launcher, layout, tiles
 
 
 class GlaFwdRefs(NamedTuple):
@@ -79,7 +79,8 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
         if refs.o is not None:
             # Outputs read the tokens of the chunk, and the state before the chunk.
             P = tile.scores(q, k, decays, chunk.same)  # [heads, C, C]
-            o = matmul.dot(P.astype(v.dtype), v) + tile.read_state(q, S, decays.from_start)  # [heads, C, V]
+            from_state = tile.read_state(q, S, decays.from_start, s.read_parts)  # [heads, C, V]
+            o = tile.read_chunk(P, v, s.read_parts) + from_state
             loads.store(refs.o, o, s, chunk, heads)
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 

@@ -28,8 +28,10 @@ class GlaStatic(operands.FusedStatic):
     Attributes:
       constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
       parts: how many bfloat16 parts computed tiles have in products: two where the gradient of constant gates is
-        requested.
+        requested, and where the terms of outputs cancel.
+      read_parts: how many of them the scores and the state have where an output is read.
     """
 
     constant: bool = False
     parts: int = 1
+    read_parts: int = 1

@@ -1,5 +1,7 @@
 """The records of GLA and simple GLA: their checks, the layout of their arrays, and the kernels that they share."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
@@ -8,7 +10,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
-from chunkwise.shared.implementation.implementations import plain, with_chunk_size
+from chunkwise.shared.implementation.implementations import Implementation, plain, with_chunk_size
 from chunkwise.shared.kernels import chunking, layout, matmul, packed, tiles
 from chunkwise.shared.operator import define
 
@@ -120,6 +122,15 @@ KERNELS = fused.Kernels(
 )
 
 
-_IMPLEMENTATIONS = fused.implementation(KERNELS, limit), plain(xla.RULE)
-GLA = define("gla", _check_by_channel, *_IMPLEMENTATIONS)
-SIMPLE_GLA = define("simple_gla", _check_by_head, *_IMPLEMENTATIONS)
+def _precise(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
+    return dataclasses.replace(static_for(x, options, requested), parts=2, read_parts=2)
+
+
+def _implementations(kernels: fused.Kernels) -> tuple[Implementation, Implementation]:
+    return fused.implementation(kernels, limit), plain(xla.RULE)
+
+
+GLA = define("gla", _check_by_channel, *_implementations(KERNELS))
+SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(KERNELS))
+# For outputs that are sums of terms that cancel: no computed tile of a forward is rounded to 8 bits.
+PRECISE_SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(KERNELS._replace(static_for=_precise)))

@@ -176,17 +176,23 @@ def _operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
 
 
 def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Array:
-    """Return a b for `dot`, a^T b for `dot_tn`, from operands of `dtype`; products of two second parts are left out."""
+    """Return a product by a function of `matmul`, from operands of `dtype`, without products of two second parts."""
     left, right = packed.part_pairs(_operands(a, dtype, parts), _operands(b, dtype, parts))
-    return contract(jnp.concatenate(left, axis=2 if contract is matmul.dot else 1), jnp.concatenate(right, axis=1))
+    axes = {matmul.dot: (2, 1), matmul.dot_nt: (2, 2), matmul.dot_tn: (1, 1)}[contract]
+    return contract(*(jnp.concatenate(x, axis=axis) for x, axis in zip((left, right), axes, strict=True)))
 
 
-def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
+def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array, parts=1) -> jax.Array:
     """Return the value that every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
     q = tiles.repeat_heads(q, S.shape[0])
     if from_start.shape[2] == 1:
-        return from_start * matmul.dot_nt(q, S.astype(q.dtype))
+        return from_start * _product(matmul.dot_nt, q, S, q.dtype, parts)
     return matmul.dot_nt(_scaled(q, from_start), S.astype(q.dtype))
+
+
+def read_chunk(P: jax.Array, v: jax.Array, parts=1) -> jax.Array:
+    """Return the value that every token reads from its chunk by the scores P, [h, C, V] float32."""
+    return _product(matmul.dot, P, v, v.dtype, parts)
 
 
 def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, through: jax.Array, parts=1) -> jax.Array:

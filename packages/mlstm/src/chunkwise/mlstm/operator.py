@@ -20,10 +20,12 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, signature
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
-from chunkwise.shared.kernels import chunking, packed
+from chunkwise.shared.kernels import chunking, matmul, packed
 
 # It has the implementations of simple gated linear attention, and its own name in errors.
 OPERATOR = dataclasses.replace(gla.SIMPLE_GLA, name="mlstm")
+# The divisor is a sum of terms that cancel, and its rounding is that of the whole output.
+_OF_WEIGHTS = dataclasses.replace(gla.PRECISE_SIMPLE_GLA, name="mlstm")
 
 
 class MlstmState(NamedTuple):
@@ -52,9 +54,9 @@ def chunk(named: dict[str, Any]) -> Results:
             chunk_size=tuning.best_chunk_size("xla", x.q.shape[1], state=x.k.shape[3] * x.v.shape[3])
         )
     how = implementations.choose(OPERATOR.implementations, named["implementation"], x, options).name
-    attend = lambda x, options: OPERATOR.chunk(x, options, how)
-    # The kernels take whole registers of values: then all lanes of a register have the divisor.
-    return _run(attend, attend, x, options, named, packed.LANES if how == "fused" else 1)
+    by = lambda operator: lambda x, options: operator.chunk(x, options, how)
+    # The kernels take whole registers of values.
+    return _run(by(_OF_WEIGHTS), by(OPERATOR), x, options, named, packed.LANES if how == "fused" else 1)
 
 
 def recurrent(named: dict[str, Any]) -> Results:
@@ -94,46 +96,56 @@ def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Optio
     q, k = (chunking.select_tokens(gates.valid, heads(jnp.asarray(y))) for y in (x.q, x.k))
     # Over a mesh, heads are split, and a product over them would add up over devices.
     flat = lanes > 1 and options.sharding is None and not any(jax.typeof(x.v).sharding.spec)
-    # They are float32, because the divisor is a sum of terms that cancel, and its rounding is that of the whole output.
-    weights = _like(x.v, _spread(gates.weight, lanes, flat, jnp.float32))
+    weights = _like(x.v, _in_lanes(gates.weight, lanes, flat, matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)))
     ones = x._replace(q=q, k=k, v=weights, g=gates.decay, initial_state=n)
     y, n = of_weights(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
-    divisor = jnp.maximum(jnp.abs(_first(y, flat)), gates.least) + named["eps"]
+    divisor = jnp.maximum(jnp.abs(_lane_sum(y, flat)), gates.least) + named["eps"]
     q, k = _times(q, 1.0 / divisor, flat), _times(k, gates.weight, flat)
     o, C = of_values(x._replace(q=q, k=k, g=gates.decay, initial_state=C), options)
-    return o, MlstmState(C, n[..., 0], gates.last) if options.output_final_state else None
+    return o, MlstmState(C, jnp.sum(n, axis=-1), gates.last) if options.output_final_state else None
 
 
 def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
     """Return y [B, T, HV, K] times a factor [B, T, HV]; a float16 has too few powers of two for it."""
-    return _spread(factor, y.shape[3], flat, jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32, y)
-
-
-def _spread(factor: jax.Array, channels: int, flat: bool, dtype, y: jax.Array | None = None) -> jax.Array:
-    """Return a factor [B, T, HV] in all channels, times y, [B, T, HV, channels]."""
-    if not flat:
-        wide = jnp.broadcast_to(factor[..., None], (*factor.shape, channels))
-        return (wide if y is None else wide * y.astype(jnp.float32)).astype(dtype)
-    # A TPU spreads it fastest by a product with ones, in the flat layout of the kernels: by one pass for bfloat16.
-    ones = jnp.repeat(jnp.eye(factor.shape[2], dtype=jnp.float32), channels, axis=1)
+    dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
     precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
-    wide = jnp.matmul(factor, ones, precision=precision)
-    wide = wide if y is None else wide * y.reshape(wide.shape).astype(jnp.float32)
-    return wide.astype(dtype).reshape(*factor.shape, channels)
+    return _spread(factor, y.shape[3], flat, precision, lambda wide: (wide * y.reshape(wide.shape)).astype(dtype))
 
 
-def _first(y: jax.Array, flat: bool) -> jax.Array:
-    """Return the first of equal lanes [B, T, HV, lanes] in float32."""
+def _in_lanes(y: jax.Array, lanes: int, flat: bool, dtype) -> jax.Array:
+    """Return lanes [B, T, HV, lanes] of a type whose sum is y: to 16 bits in bfloat16."""
+    bfloat16, lane = lanes > 1 and dtype == jnp.bfloat16, jnp.arange(lanes, dtype=jnp.int32)
+    wide = _spread(y, lanes, flat, lax.Precision.HIGH if bfloat16 else lax.Precision.HIGHEST)
+    high = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if bfloat16 else wide
+    # Every lane of a sum has the gradient of the sum, so one is enough.
+    rest = jnp.where(lane == 1, lax.stop_gradient(wide - high), 0.0)
+    return jnp.where(lane == 0, high, rest).astype(jnp.bfloat16 if bfloat16 else jnp.float32)
+
+
+def _spread(
+    factor: jax.Array, channels: int, flat: bool, precision: lax.Precision, use: Callable = lambda wide: wide
+) -> jax.Array:
+    """Return what a function makes of a factor [B, T, HV] in all of so many channels, float32."""
+    shape = *factor.shape, channels
     if not flat:
-        return y[..., 0].astype(jnp.float32)
+        return use(jnp.broadcast_to(factor[..., None], shape))
+    # A TPU spreads it fastest by a product with ones, in the flat layout of the kernels: with `DEFAULT` to 8 bits, with
+    # `HIGH` to 16.
+    ones = jnp.repeat(jnp.eye(factor.shape[2], dtype=jnp.float32), channels, axis=1)
+    return use(jnp.matmul(factor, ones, precision=precision)).reshape(shape)
+
+
+def _lane_sum(y: jax.Array, flat: bool) -> jax.Array:
+    """Return the sums over lanes [B, T, HV, lanes] in float32."""
+    if not flat:
+        return jnp.sum(y.astype(jnp.float32), axis=3)
     pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0)
-    pick = jnp.where(jnp.arange(len(pick))[:, None] % y.shape[3] == 0, pick, 0)
     wide = y.reshape(*y.shape[:2], -1)
     return jnp.matmul(wide, pick, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tuple[Any, Any, jax.Array]:
-    """Return the initial C, and n in all lanes, or None; and m [N, HV], -inf where it is no number."""
+    """Return the initial C, and n in the first lane, or None; and m [N, HV], -inf where it is no number."""
     if state is None:
         return None, None, jnp.full(heads, -jnp.inf, jnp.float32)
     C, n, m = (jnp.asarray(y, jnp.float32) for y in state)
@@ -141,7 +153,8 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
     # The state is C e^m: the gradient of m is that of the size of C and n. A fault of m becomes one of C and n.
     size = jnp.exp(jnp.where(none, 0.0, m - lax.stop_gradient(m)))
     C, n = (y * jnp.expand_dims(jnp.where(wrong, jnp.nan, size), range(2, y.ndim)) for y in (C, n))
-    return C, jnp.broadcast_to(n[..., None], (*n.shape, lanes)), jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
+    n = jnp.pad(n[..., None], [(0, 0)] * 3 + [(0, lanes - 1)])
+    return C, n, jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
 
 
 def _like(v: jax.Array, weights: jax.Array) -> jax.Array:

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import chunking, segment_tables
+from chunkwise.shared.kernels import chunking, packed, segment_tables
 from chunkwise.shared.plain import stream
+
+# Tokens of a block of the scan: the lanes of a register.
+_BLOCK = packed.LANES
 
 
 class Stabilised(NamedTuple):
@@ -83,12 +86,28 @@ def _over_devices(F: jax.Array, top: jax.Array, before: jax.Array, cu_seqlens, a
 def _scan(F: jax.Array, top: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """Return the maps of all elements up to every element along an axis, in a logarithm of its length of steps."""
     size, distance = F.shape[axis], 1
-
-    def moved(y: jax.Array, first: float) -> jax.Array:
-        kept = lax.slice_in_dim(y, 0, size - distance, axis=axis)
-        return jnp.concatenate([jnp.full_like(lax.slice_in_dim(y, 0, distance, axis=axis), first), kept], axis)
-
+    if size > _BLOCK and size % _BLOCK == 0:
+        # A TPU takes longer for a shift by whole registers than for a shift inside of them.
+        F, top = (y.reshape(*y.shape[:axis], -1, _BLOCK, *y.shape[axis + 1 :]) for y in (F, top))
+        F, top = _scan(F, top, axis + 1)
+        ends = _scan(*(lax.index_in_dim(y, _BLOCK - 1, axis + 1, keepdims=False) for y in (F, top)), axis)
+        before = [jnp.expand_dims(y, axis + 1) for y in _before(*ends, 1, axis)]
+        return tuple(y.reshape(*y.shape[:axis], size, *y.shape[axis + 2 :]) for y in _after(F, top, *before))
     while distance < size:
-        F, top = F + moved(F, 0.0), jnp.maximum(top, F + moved(top, -jnp.inf))
+        F, top = _after(F, top, *_before(F, top, distance, axis))
         distance *= 2
     return F, top
+
+
+def _after(F: jax.Array, top: jax.Array, F_before: jax.Array, top_before: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the maps of which each takes the result of an earlier one."""
+    return F + F_before, jnp.maximum(top, F + top_before)
+
+
+def _before(F: jax.Array, top: jax.Array, distance: int, axis: int) -> tuple[jax.Array, ...]:
+    """Return the maps of the elements so far before every element; where there are none, maps that change nothing."""
+    size, moved = F.shape[axis], []
+    for y, first in ((F, 0.0), (top, -jnp.inf)):
+        none = jnp.full_like(lax.slice_in_dim(y, 0, distance, axis=axis), first)
+        moved.append(jnp.concatenate([none, lax.slice_in_dim(y, 0, size - distance, axis=axis)], axis))
+    return tuple(moved)
