@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
+from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm, stabiliser
 from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 
@@ -229,3 +229,16 @@ def test_in_parts():
     assert_close("o", found, o, 1e-5)
     for got, expected in zip(*map(jax.tree.leaves, (gradients, want)), strict=True):
         assert_close("gradient", got, expected, 1e-4)
+
+
+def test_scan_of_blocks():
+    """Maps over several blocks are those of a loop over the tokens, also after a first token of a sequence."""
+    rng = np.random.default_rng(0)
+    F, top = (rng.standard_normal((2, 384, 3)).astype(np.float32) for _ in range(2))
+    F[0, 200] = -np.inf
+    sums, m = stabiliser._scan(jnp.asarray(F), jnp.asarray(top), 1)
+    total, most = np.zeros((2, 3)), np.full((2, 3), -np.inf)
+    for t in range(F.shape[1]):
+        total, most = total + F[:, t], np.maximum(most + F[:, t], top[:, t])
+        np.testing.assert_allclose(sums[:, t], total, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(m[:, t], most, rtol=1e-4, atol=1e-4)

@@ -90,18 +90,16 @@ def _scan(F: jax.Array, top: jax.Array, axis: int) -> tuple[jax.Array, jax.Array
         # A TPU takes longer for a shift by whole registers than for a shift inside of them.
         F, top = (y.reshape(*y.shape[:axis], -1, _BLOCK, *y.shape[axis + 1 :]) for y in (F, top))
         F, top = _scan(F, top, axis + 1)
-        ends = _scan(*(lax.index_in_dim(y, _BLOCK - 1, axis + 1, keepdims=False) for y in (F, top)), axis)
-        before = [jnp.expand_dims(y, axis + 1) for y in _before(*ends, 1, axis)]
-        return tuple(y.reshape(*y.shape[:axis], size, *y.shape[axis + 2 :]) for y in _after(F, top, *before))
+        last = lambda y: lax.index_in_dim(y, _BLOCK - 1, axis + 1, keepdims=False)
+        ends = _scan(last(F), last(top), axis)
+        F_before, top_before = (jnp.expand_dims(y, axis + 1) for y in _before(*ends, 1, axis))
+        whole = lambda y: y.reshape(*y.shape[:axis], size, *y.shape[axis + 2 :])
+        return whole(F + F_before), whole(jnp.maximum(top, F + top_before))
     while distance < size:
-        F, top = _after(F, top, *_before(F, top, distance, axis))
+        F_before, top_before = _before(F, top, distance, axis)
+        F, top = F + F_before, jnp.maximum(top, F + top_before)
         distance *= 2
     return F, top
-
-
-def _after(F: jax.Array, top: jax.Array, F_before: jax.Array, top_before: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maps of which each takes the result of an earlier one."""
-    return F + F_before, jnp.maximum(top, F + top_before)
 
 
 def _before(F: jax.Array, top: jax.Array, distance: int, axis: int) -> tuple[jax.Array, ...]:
