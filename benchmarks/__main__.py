@@ -78,7 +78,6 @@ def parse(arguments=None) -> argparse.Namespace:
     add_cases(one, {name: case for name, case in CASES.items() if not case.sequences})
     one.add_argument("--topology", action="append", required=True, help="of TPUs, as v5p:2x2x2, with tokens each")
     one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
-    one.add_argument("--profile", action="store_true", help="cycles of a forward too, of every launch by itself")
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("step", parents=[timed, saved], help="a serving step of decodes and prefills")
     add_cases(
@@ -154,7 +153,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
             label = {"program": name, "operator": program.layer.operator, "pass": program.kind, "T": program.T}
             yield name, label | {"HV": program.layer.HV}, one(gpu.measure, program)
     elif options.command == "scale":
-        more = options.total, options.backward, options.profile, options.timeout
+        more = options.total, options.backward, options.timeout
         for (name, case, T, label), topology, x in product(
             shapes(options), options.topology, options.implementation or ["fused"]
         ):

@@ -1,19 +1,22 @@
 """Operators over devices, compiled for TPU topologies.
 
 A program for a topology is compiled and never runs: its bytes and its memory are read from the program, and its bundles
-or cycles are the compiler's static estimate for one device, without the time of collectives.
+and its time are the compiler's static estimate for one device, without the time of collectives.
 """
 
 import collections
+import dataclasses
 import math
 import re
 import tempfile
 import time
 from collections.abc import Iterator
-from unittest import mock
 
 from benchmarks import tpu
+from benchmarks.turns import turns_of
+from chunkwise.command import times
 from chunkwise.command.models import Layer
+from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.tpu import launches, topology_mesh
 from tests.compiled import COLLECTIVE, traffic
 
@@ -64,16 +67,21 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
         program = traced.lower().compile()
         compile_s, text = time.perf_counter() - start, program.as_text()
         # Launches before the first collective make the map of a device.
-        before = COLLECTIVE.search(text)
-        kernels = launches(text)
-        summaries = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
-        counts = lambda names: (tpu.counts(folder, names) or {}).values()
-        bundles = lambda names: sum(n for n, _ in counts(names)) or None
+        before, chip = COLLECTIVE.search(text), CHIPS[topology.split(":")[0]]
+        earlier = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
+        # The gradient of what a device keeps may begin before the first collective, too.
+        summaries = [name for name in earlier if "_summary_" in name]
+        moved, around = tpu.launch_bytes(text), tpu.operations(text)
+        counted = tpu.counts(folder, set(moved), turns_of(dataclasses.replace(case, T=T)))
+        floor = lambda name: moved[name] / chip.bandwidth_tb_s / 1e9
+        found = counted and {name: times.Launch(*counts, floor(name)) for name, counts in counted.items()}
         return {
-            "kernels": len(kernels),
-            "summary_bundles": bundles(set(summaries)),
-            "bundles": bundles(set(kernels)),
-            "around_cycles": tpu.operations(text),
+            "kernels": len(moved),
+            "summary_bundles": (found and sum(found[name].bundles for name in summaries)) or None,
+            "bundles": found and sum(x.bundles for x in found.values()),
+            "grid_steps": found and sum(x.grid_steps for x in found.values()),
+            "around_cycles": around,
+            "estimate_ms": found and times.device_ms(chip, found.values(), around),
             **_sent(text, mesh.size),
             **_memory(program),
             "compile_s": compile_s,
@@ -98,41 +106,6 @@ def _trace(case, implementation, topology, T, backward, divided, flags: str):
     places = Format(Layout.AUTO, tokens)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs), mesh
-
-
-def estimate_launch(case: Layer, implementation: str, topology: str, T: int, divided: bool, index: int) -> dict:
-    """Return the estimated cycles of one launch of the forward of `estimate`; call in a fresh process only.
-
-    It is compiled by itself for one device, because the compiler does not profile a divided program as a whole.
-    """
-    import jax
-    from jax.experimental import pallas as pl
-
-    from chunkwise.shared.testing import tpu as compiler
-
-    found, make = [], pl.pallas_call
-    # The types without axes of the mesh, which a single launch does not have.
-    type_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    def recorded(kernel, *, out_shape, interpret=False, **launch):
-        own = jax.tree.map(type_of, out_shape)
-
-        def call(*operands):
-            if not interpret:
-                found.append((launch["name"], make(kernel, out_shape=own, **launch), jax.tree.map(type_of, operands)))
-            return make(kernel, out_shape=out_shape, interpret=interpret, **launch)(*operands)
-
-        return call
-
-    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        with mock.patch.object(pl, "pallas_call", recorded):
-            _trace(case, implementation, topology, T, False, divided, tpu.dump_flags(folder, True))
-        name, run, types = found[index]
-        given, tree = jax.tree.flatten(types)  # some operands are None
-        alone = lambda *x: run(*tree.unflatten(x))
-        text = compiler.compile_for(alone, *given, chip=topology.split(":")[0], auto_layout=True).as_text()
-        cycles = tpu.profiled(folder)
-        return {"launch": name, "cycles": sum(cycles[x] for x in launches(text))}
 
 
 def _sent(text: str, devices: int) -> dict:
@@ -165,18 +138,17 @@ def count(topology: str) -> dict:
 
 
 def _in_process(call: str, timeout: float) -> dict:
-    code = f"from benchmarks.scale import Layer, count, estimate, estimate_launch; {call}"
+    code = f"from benchmarks.scale import Layer, count, estimate; {call}"
     return tpu.first_result([code], timeout)
 
 
 def measure(
-    case: Layer, implementation: str, topology: str, T: int, total: bool, backward: bool, profile: bool, timeout: float
+    case: Layer, implementation: str, topology: str, T: int, total: bool, backward: bool, timeout: float
 ) -> list[dict]:
     """Return the rows of one device and of all of them, compiled in processes of their own.
 
-    `T` is the number of tokens of a device, or with `total` of all devices together. With `profile` every launch of a
-    forward is also profiled by itself. `to_one_device` is the ratio of a device's cost to the cost of one device alone
-    with the same tokens.
+    `T` is the number of tokens of a device, or with `total` of all devices together. `to_one_device` is the ratio of a
+    device's time to the time of one device alone with the same tokens.
     """
     D = _in_process(f"count({topology!r})", timeout).get("devices")
     if D is None:
@@ -184,12 +156,7 @@ def measure(
     T = T // D if total else T
     arguments = f"{case!r}, {implementation!r}, {topology!r}, {T}"
     one, every = (_in_process(f"estimate({arguments}, {backward}, {divided})", timeout) for divided in (False, True))
-    for row, divided in ((one, False), (every, True)) if profile and not backward else ():
-        calls = (f"estimate_launch({arguments}, {divided}, {n})" for n in range(row.get("kernels", 0)))
-        cycles = [_in_process(call, timeout).get("cycles") for call in calls]
-        if cycles and all(cycles):
-            row |= {"launch_cycles": " + ".join(f"{n:,}" for n in cycles), "kernel_cycles": sum(cycles)}
-    figures = [_figure(x) for x in (one, every)]
+    figures = [x.get("estimate_ms") for x in (one, every)]
     every |= {
         "to_one_device": figures[1] / figures[0] if figures[0] and figures[1] else None,
         # Computed and not compiled: the other scans, and softmax attention with some numbers of key and value heads.
@@ -197,13 +164,6 @@ def measure(
         **{f"ring_attention_{n}_mib": ring_attention_bytes(case, D, T, n) / MIB for n in (case.HV, 2)},
     }
     return [{"devices": D, "tokens_each": T} | x for D, x in ((1, one), (D, every))]
-
-
-def _figure(row: dict) -> int | None:
-    """Return the cycles of a row, or its bundles if it has none."""
-    if row.get("kernel_cycles"):
-        return row["kernel_cycles"] + row["around_cycles"]
-    return row.get("bundles")
 
 
 def parts(rows: list[dict]) -> Iterator[list[dict]]:

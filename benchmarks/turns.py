@@ -111,13 +111,16 @@ def gla_runs(steps, block, C, kind, pieces):
 
 
 def turns_of(case: Layer) -> Turns:
-    """Return how many steps of our kernels run each region, for a layer of one sequence.
+    """Return how many steps of our kernels run each region, for a layer of one sequence and a launch of one row.
 
     The kernels of gated linear attention loop as often as their tables say. The forwards that run the
     kernels of KDA have a second path for rows after strong gates; it counts as not taken.
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
+        if case.table.delta and not has_second_path(case) and "_summary_" in launch:
+            # A state begins and ends once.
+            return loop.turns - 2, [1] * len(loop.regions)
         if case.table.delta and not (loop.regions and has_second_path(case) and "_bwd_" not in launch):
             return None
         if case.table.delta:

@@ -1,11 +1,15 @@
 """Figures of operators whose tokens lie on several devices."""
 
+import jax.numpy as jnp
+
+from benchmarks.cases import CASES, Layer
 from benchmarks.figures.tables import (
     NONE,
     TITLES,
     block,
     count,
-    cycles,
+    decimals,
+    fixed,
     mebibytes,
     of,
     only,
@@ -17,6 +21,9 @@ from benchmarks.figures.tables import (
     way,
     whole,
 )
+
+# What one of the four ports of a v6e sends in TB/s: Google states 800 GB/s in both directions together for a chip.
+LINK_TB_S = 0.1
 
 
 def divided(*names: str) -> list[dict]:
@@ -45,22 +52,77 @@ def scale_v5p() -> str:
 
 @block
 def scale_v6e() -> str:
-    """Every launch of a divided forward by itself."""
-    names = {
-        "qwen3-next-80b-unit": "scaled to unit length in the kernels",
-        "qwen3-next-80b": "of unit length as they come in",
-    }
-    launch = lambda n: of("divided", lambda row: row["launch_cycles"].split(" + ")[n])
+    """Every launch of a divided forward."""
     columns = {
-        "queries and keys": of("divided", lambda row: names[row["case"]]),
+        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
         "devices": of("divided", "devices"),
-        "alone": of("alone", lambda row: whole(cycles(row))),
-        "the map": launch(0),
-        "the operator behind it": launch(1),
-        "XLA": of("divided", count("around_cycles")),
-        "more": lambda row: percent(cycles(row["divided"]) / cycles(row["alone"]) - 1),
+        "bundles alone": of("alone", count("bundles")),
+        "the map": of("divided", count("summary_bundles")),
+        "the operator behind it": of("divided", lambda row: whole(row["bundles"] - row["summary_bundles"])),
+        "ms": lambda row: " / ".join(decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")),
+        "more": lambda row: percent(row["divided"]["to_one_device"] - 1),
     }
     return table(divided("scale-v6e"), columns)
+
+
+@block
+def scale_backward() -> str:
+    """Both directions of a divided operator."""
+    columns = {
+        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "devices": of("divided", "devices"),
+        "bundles, alone / divided": lambda row: " / ".join(whole(row[n]["bundles"]) for n in ("alone", "divided")),
+        "ms, alone / divided": lambda row: " / ".join(decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")),
+        "more": lambda row: percent(row["divided"]["to_one_device"] - 1),
+        "collectives, MiB sent": of("divided", lambda row: f"{row['collectives']}, {mebibytes(row['sent_mib'])}"),
+    }
+    return table(divided("scale-v6e-backward"), columns)
+
+
+@block
+def ways() -> str:
+    """The ways to divide tokens, for a forward on v6e: times of kernels, and of links where they bind."""
+    alone = {CASES[row["case"]].HV: row["estimate_ms"] for row in rows_of("heads-v6e")}
+
+    def wavefront(case: Layer, devices: int, _: str) -> str:
+        groups = {case.HV // few: (case.HV // few + devices - 1) * ms for few, ms in alone.items() if few < case.HV}
+        best = min(groups, key=lambda n: groups[n])
+        return f"{decimals(groups[best])}, {best} groups"
+
+    def heads_for_tokens(case: Layer, devices: int, topology: str) -> str:
+        if case.HV // devices not in alone:
+            return NONE
+        moved = case.cost(8192, jnp.bfloat16, False)[1]
+        # Of what half of the devices have, one half goes to the other half, over the links in the middle.
+        middle = devices // max(map(int, topology.partition(":")[2].split("x")))
+        links = devices / 2 * moved / 2 / middle / LINK_TB_S / 1e9
+        sent = mebibytes(round(moved * (devices - 1) / devices / 2**20))
+        return f"{decimals(devices * alone[case.HV // devices])} + {decimals(links)}, {sent}"
+
+    at = lambda way: of("divided", lambda row: way(CASES[row["case"]], row["devices"], row["topology"]))
+    columns = {
+        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "devices": of("divided", "devices"),
+        "alone, ms": of("alone", fixed("estimate_ms")),
+        "maps, ms, MiB sent": of(
+            "divided", lambda row: f"{decimals(row['estimate_ms'])}, {mebibytes(row['sent_mib'])}"
+        ),
+        "a wavefront, ms": at(wavefront),
+        "heads for tokens, ms of kernels + links, MiB sent": at(heads_for_tokens),
+    }
+    return table(divided("scale-v6e"), columns)
+
+
+@block
+def units() -> str:
+    """The work of every unit for a chunk, alone and divided."""
+    rows = {row["launch"]: row for row in rows_of("units-v6e")}
+    keys = {"bundles": "bundles", "products": "MATMUL", "pushes": "MATPUSH", "vector unit": "VALU", "loads": "VLOAD"}
+    keys |= {"stores": "VSTORE", "grid steps": "grid_steps", "MB moved": "mbytes"}
+    alone, mapped, behind = (rows[n] for n in ("the operator alone", "the map", "the operator behind it"))
+    added = {key: percent((mapped[key] + behind[key]) / alone[key] - 1) for key in keys.values()}
+    lines = [{key: whole(row[key]) for key in keys.values()} | {"launch": n} for n, row in rows.items()]
+    return table([*lines, added | {"launch": "added by the map"}], {"launch": "launch"} | keys)
 
 
 @block
@@ -70,12 +132,7 @@ def scale_added() -> str:
         f"{percent(row['forward_added'])} and {percent(row['added'])} for {TITLES[row['operator']]}"
         for row in rows_of("scale-v6e-added")
     )
-    alone, divided = select(rows_of("scale-v6e-backward"), case="qwen3-next-80b-unit")
-    return (
-        f"The addition to the forward, and to both directions together, is {added}.\n"
-        f"The gated delta rule of Qwen3-Next takes {whole(divided['bundles'])} bundles in both directions on "
-        f"{divided['devices']} devices,\n{percent(divided['bundles'] / alone['bundles'] - 1)} more than on one."
-    )
+    return f"The addition to the forward, and to both directions together, is {added}."
 
 
 @block

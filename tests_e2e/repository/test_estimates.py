@@ -93,6 +93,8 @@ def test_regions_that_a_layer_runs():
     assert kda("chunk_kda_fwd_c64.1", regions()) is None
     assert kda("chunk_kda_bwd_c64.1", regions(3000)) is None
     assert delta("chunk_gated_delta_rule_fwd_c64.1", regions(30)) is None
+    # A map loads its states once, and stores them once.
+    assert delta("chunk_gated_delta_rule_summary_c64.1", regions(30, 40)) == (8, [1, 1])
     steps, runs = gla("chunk_gla_fwd_c64.1", regions(100, 200))
     assert gla("chunk_gla_fwd_c64.1", regions(100, 3, 200)) == (steps, [runs[0], steps, runs[1]])
 
