@@ -173,7 +173,9 @@ class Gradients(NamedTuple):
 
     def of_heads(self, heads: slice, K: int) -> "Gradients":
         """Return the gradients of some heads."""
-        each = {name: None if x is None else x[heads] for name, x in self._asdict().items() if name != "dg"}
+        each: dict[str, Any] = {
+            name: None if x is None else x[heads] for name, x in self._asdict().items() if name != "dg"
+        }
         return Gradients(dg=self.dg[:, heads.start * K : heads.stop * K], **each)
 
 
