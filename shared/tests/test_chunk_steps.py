@@ -30,7 +30,7 @@ def read_chunks(table, B: int, T: int, C: int):
 
 
 def test_rows_of_one_sequence_have_no_table():
-    assert chunk_steps.make_steps(18, 16, None, True) == (None, None)
+    assert chunk_steps.make_steps(18, 16, None, True) == chunk_steps.Steps(None, None)
     row = chunk_steps.ChunkStep(jnp.int32(0), 18, 16)
     found = [read(row.of_chunk(jnp.int32(n)), "chunk", "first", "last", "begin", "end") for n in range(2)]
     assert found == [

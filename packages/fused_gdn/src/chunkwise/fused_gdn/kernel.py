@@ -269,7 +269,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         refs=GdnFwdRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
-        grid=(B, HV // s.heads, steps + 1),
+        grid=(B, HV // s.heads, x.steps(static) + 1),
         tables={"table": x.table},
         inputs={
             # If q is not read, one block of it stays an operand, so that vmap over q alone gives all results the same

@@ -122,7 +122,7 @@ def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: Any) 
     """Return the arguments of `launcher.launch` that all launches of this package have: name, grid, table and cost."""
     return dict(
         name=f"chunk_gla_{kind}_c{s.C}" + ("" if x.table is None else "_varlen"),
-        grid=(s.B, s.HV // heads, s.steps),
+        grid=(s.B, s.HV // heads, x.steps(s)),
         tables={"table": x.table},
         cost_estimate=cost.cost(**s.sizes(), itemsize=x.v.dtype.itemsize, per_channel=s.per_channel, **costs),
     )  # fmt: skip

@@ -394,7 +394,7 @@ def plan(
         refs=KdaFwdRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
-        grid=(B, HV // heads, steps + 1),
+        grid=(B, HV // heads, x.steps(static) + 1),
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, loads.whole_block(C, 2 * C)),

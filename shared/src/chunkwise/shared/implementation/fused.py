@@ -282,7 +282,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     steps = chunk_steps.pool_steps(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
     assert steps.table is not None
     static = replace(static, steps=steps.table.shape[1])
-    operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool))
+    operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool, count=steps.count))
     out = kernels.forward(operands, static, ("o", "pool_out"))
     return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
 

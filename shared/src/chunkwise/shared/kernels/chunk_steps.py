@@ -37,10 +37,12 @@ class Steps(NamedTuple):
       table: None where every row is one sequence. Where a chunk may hold several sequences, int32 [B * (NT + 1)],
         `open_sequences`. Where steps are pieces, int32 [3, steps] for `Piece`, or [4, steps] if states lie in a pool.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
+      count: int32, how many steps of the table there are, if only the run tells; None for all of them.
     """
 
     table: jax.Array | None
     owner: jax.Array | None
+    count: jax.Array | None = None
 
 
 def make_steps(
@@ -60,16 +62,18 @@ def make_steps(
 def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = None) -> Steps:
     """Return the steps of a stream of T tokens whose states lie in the slots of a pool: pieces of its chunks.
 
-    A sequence that has no tokens takes no step, and its slots stay as they are.
+    A sequence that has no tokens takes no step, and its slots stay as they are. A serving step has many such sequences,
+    which are its decodes, so the table says how many steps there are.
 
     Args:
       T, C: tokens and chunk size; static.
       routes: the sequences, and the slots of their states. Only the first column of `target` is read.
       block_size: tokens of a block of `routes.blocks`; static.
     """
-    start, end, N = routes.start, routes.end, routes.start.shape[0]
+    routes, N = _filled_first(routes, T), routes.start.shape[0]
+    start, end = routes.start, routes.end
     filled = start < end
-    target = jnp.where(filled, routes.target[:, 0], jnp.int32(-1))
+    target = routes.target[:, 0]
     if routes.blocks is None:
         p, final = chunking.cut(T, C, start, end)
     else:
@@ -91,14 +95,31 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     steps = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)
     written = final[None] == steps[:, None]
     written = jnp.sum(jnp.where(written, target[None] + 1, jnp.int32(0)), axis=1, dtype=jnp.int32) - 1
-    source = chunking.take(jnp.where(filled, routes.source, jnp.int32(-1))[None] + 1, p.sequence)[0] - 1
+    source = chunking.take(routes.source[None] + 1, p.sequence)[0] - 1
     rows = p.begin < p.end
     first = p.first & rows
     reads = jnp.where(first, source, jnp.int32(-1))
     sources, targets = pools.resident_slots(reads, written)
-    unowned = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > end[-1])
+    unowned = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > jnp.max(jnp.where(filled, end, jnp.int32(0))))
+    count = jnp.max(jnp.where(rows | p.opens, steps + 1, jnp.int32(1)))
     p = p._replace(sequence=sources, first=first, last=written >= 0)
-    return _table_of_pieces(p, C, unowned, reads >= 0, targets)
+    return _table_of_pieces(p, C, unowned, reads >= 0, targets)._replace(count=count)
+
+
+def _filled_first(routes: pools.Routes, T: int) -> pools.Routes:
+    """Return routes, with W = 1, whose sequences without tokens come last: they are at token T and have no slots."""
+    filled, index = routes.start < routes.end, jnp.arange(routes.start.shape[0], dtype=jnp.int32)
+    earlier = filled[None] & (index[None] < index[:, None])
+    place = jnp.where(filled, jnp.sum(earlier, axis=1, dtype=jnp.int32), jnp.int32(-1))
+    chosen = place[None] == index[:, None]
+    # The sequence that comes to each place; past the end for none, where `take` gives zeros.
+    which = jnp.sum(jnp.where(chosen, index[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
+    which = jnp.where(jnp.any(chosen, axis=1), which, jnp.int32(len(index)))
+    moved = lambda *each, none: chunking.take(jnp.stack(each) - jnp.int32(none), which) + jnp.int32(none)
+    start, end = moved(routes.start, routes.end, none=T)
+    source, target = moved(routes.source, routes.target[:, 0], none=-1)
+    blocks = None if routes.blocks is None else moved(*routes.blocks.T, none=-1).T
+    return pools.Routes(start, end, source, target[:, None], blocks)
 
 
 def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, continues=None, target=None) -> Steps:

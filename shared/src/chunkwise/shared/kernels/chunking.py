@@ -333,7 +333,9 @@ def cut(
     begin, stop, whole = stop[1:-1], stop[2:], jnp.minimum(whole, NT - 1)
     exists, sequence = owner < N, jnp.minimum(owner, N - 1)
     first_token, end_token = take(jnp.stack([start, end]), sequence)
-    has_rows = exists & (begin < stop) & (begin >= first_token)
+    # Tokens before the first sequence belong to none.
+    begin = jnp.maximum(begin, first_token)
+    has_rows = exists & (begin < stop)
     # The piece of an empty sequence is the piece that ends at the end of the sequence.
     empty = jnp.any((place[None, :N] == piece[2:, None]) & (start == end)[None], axis=1)
     chunk = whole[1:-1]

@@ -19,7 +19,7 @@ class Operands:
     [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
 
     Attributes:
-      table: the table of steps in scalar memory, or None: see `chunk_steps.Steps`.
+      table, count: the table of steps in scalar memory and how many it has, or None: see `chunk_steps.Steps`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
@@ -35,6 +35,7 @@ class Operands:
     """
 
     table: jax.Array | None = None
+    count: jax.Array | None = None
     q: jax.Array = ABSENT
     k: jax.Array = ABSENT
     v: jax.Array = ABSENT
@@ -48,6 +49,10 @@ class Operands:
     v_new_over_beta: jax.Array = ABSENT
     do: jax.Array = ABSENT
     dht: jax.Array | None = None
+
+    def steps(self, static: "FusedStatic") -> Any:
+        """Return how many steps a launch has for a row of the batch: a number, or a traced scalar."""
+        return static.steps if self.count is None else self.count
 
     def gradients(self) -> dict[str, Any]:
         """Return the operands by the names of their gradients, which have the same tokens."""
