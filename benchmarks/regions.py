@@ -99,8 +99,11 @@ def _turned(code: list[_Bundle], start: int, stop: int) -> int:
     return min(ends[0], stop) if ends else start
 
 
-def read_loop(text: str) -> Loop:
-    """Return the loop over the grid of a kernel, from the text of its final bundles."""
+def read_loop(text: str, turns: int | None = None) -> Loop:
+    """Return the loop over the grid of a kernel, from the text of its final bundles.
+
+    `turns` are its iterations where the text does not say them, because only the run tells the size of the grid.
+    """
     code = _bundles(text)
     inside = [n for n, bundle in enumerate(code) if bundle.depth]
     first, stop = inside[0], inside[-1] + 1
@@ -127,7 +130,7 @@ def read_loop(text: str) -> Loop:
         else:
             times[n:end] = [trips * x for x in times[n:end]]
         n = end
-    turns = _exit(outer)
+    turns = _exit(outer) or turns
     if turns is None:
         raise ValueError("The loop over the grid has no known number of turns.")
     for n in range(first, stop):

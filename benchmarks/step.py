@@ -33,7 +33,6 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.chunk_steps import Piece, pool_steps
 from chunkwise.shared.kernels.chunking import num_chunks
-from chunkwise.shared.kernels.pools import Routes
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.serving import step_table
 from chunkwise.shared.testing.oracle import reference
@@ -126,8 +125,9 @@ def decode_runs(loop: Loop, mixture: Mixture) -> tuple[int, list[float]]:
     the outputs.
     """
     steps = loop.turns - 2
-    taken = -(-mixture.N // steps)
     within = lambda x: sum(x.start <= y.start and y.stop <= x.stop for y in loop.regions) - 1
+    # The sequences of a step, of which the last step may have fewer.
+    taken = next(n for n in [*map(within, loop.regions[1:]), 1] if n and -(-mixture.N // n) == steps)
     inside = taken if taken > 1 else 0
     clears = next(n for n, x in enumerate(loop.regions) if n and within(x) == inside)
     runs: list[float] = [1, *[steps] * (clears - 1), *[0] * (1 + inside)]
@@ -137,15 +137,22 @@ def decode_runs(loop: Loop, mixture: Mixture) -> tuple[int, list[float]]:
     return steps, runs + [1] * (len(loop.regions) - len(runs))
 
 
-def prefill_runs(case: Layer, routes: Routes, T: int, C: int) -> tuple[int, list[int]]:
-    """Return the grid steps of the prefill kernel, and how many of them run each region, in the order of its text."""
-    block = C
+def prefill_runs(case: Layer, mixture: Mixture, C: int) -> tuple[int, list[int]]:
+    """Return the grid steps of the prefill kernel for one block of heads, and how many of them run each region.
+
+    Regions are in the order of the kernel's text.
+    """
+    step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
+    tokens, T, block = mixture.W if mixture.replay else None, mixture.T, C
+    routes = step_table.find_step(step.pop("cu_seqlens"), Slots(**step), None, T, tokens).prefills
     if not case.table.delta:
         # A grid step is a piece of several chunks.
         config = default_for(case.H, case.HV, case.K, case.V, C, num_chunks(T, C), 2, per_channel=False)
         assert config is not None
         block *= tuning.largest_divisor(num_chunks(T, C), config.num_steps)
-    table = np.asarray(pool_steps(T, block, routes).table)
+    made = pool_steps(T, block, routes)
+    assert made.count is not None
+    table = np.asarray(made.table)[:, : int(made.count)]
     at = lambda n: Piece(table, n, block)
     if case.table.delta:
         number, regions = turns.delta_rule_runs(at, table.shape[1], C, "fwd", True, turns.second_path(case, C))
@@ -257,26 +264,30 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         text = compile_step(case, mixture, chip, tpu.dump_flags(folder, profile=False))
         # This computes, so it comes after the compiler's flags are set, which are read before the first computation.
-        step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
-        tokens = mixture.W if mixture.replay else None
-        found = step_table.find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T, tokens)
+        steps = grid_steps(case, mixture)
         for launch in _wanted(mixture, text):
+            loop = read_loop(kernel_text(folder, launch), steps["prefill"] + 2)
             chunk = re.search(r"_c(\d+)", launch)
-            loop = read_loop(kernel_text(folder, launch))
-            runs = prefill_runs(case, found.prefills, mixture.T, int(chunk[1])) if chunk else decode_runs(loop, mixture)
+            runs = prefill_runs(case, mixture, int(chunk[1])) if chunk else decode_runs(loop, mixture)
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
     return counts
 
 
 def grid_steps(case: Layer, mixture: Mixture) -> dict[str, int]:
-    """Return the grid steps of both kernels in this mixture, 0 for a kernel that does not run, by tracing alone."""
+    """Return the grid steps of both kernels in this mixture, 0 for a kernel that does not run.
+
+    A trace says those of decodes, and how many blocks of heads prefills have, whose steps tables tell.
+    """
     shapes = case.specs(mixture.T, jnp.bfloat16)
     pool = jax.eval_shape(lambda: mixture.make_pool(case, SLOTS))
     step = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), mixture.step())
     counts = {"decode": 0, "prefill": 0}
     for launch in traced.launches(serving_step(case, "fused", mixture), shapes, pool, step):
-        kind = _kind(launch.name)
-        counts[kind] += launch.steps * (mixture.decodes > 0 if kind == "decode" else bool(mixture.prefills))
+        chunk = re.search(r"_c(\d+)", launch.name)
+        if chunk and mixture.prefills:
+            counts["prefill"] += launch.steps * prefill_runs(case, mixture, int(chunk[1]))[0]
+        elif not chunk and mixture.decodes:
+            counts["decode"] += launch.steps
     return counts
 
 

@@ -19,7 +19,7 @@ class Launch(NamedTuple):
 
     Attributes:
       name: the name of the kernel.
-      steps: how many grid steps the program runs in all; 0 if a size of the grid is not known.
+      steps: how many grid steps the program runs in all; a size of the grid that only the run tells counts as 1.
       operations: how many operations of JAX its body has; an operation in a branch or loop counts once.
       table_bytes: the scalar memory that its tables take.
     """
@@ -54,10 +54,10 @@ def _walk(jaxpr, times: int) -> Iterator[Launch]:
         if eqn.primitive.name == "pallas_call":
             if eqn.params["interpret"]:
                 continue
-            grid = eqn.params["grid_mapping"].grid
-            known = all(isinstance(size, int) for size in grid)
-            steps = times * math.prod(grid) if known else 0
-            tables = eqn.invars[: eqn.params["grid_mapping"].num_index_operands]
+            mapping = eqn.params["grid_mapping"]
+            grid, first = mapping.grid, mapping.num_dynamic_grid_bounds
+            steps = times * math.prod(size for size in grid if isinstance(size, int))
+            tables = eqn.invars[first : first + mapping.num_index_operands]
             size = sum(tuning.smem_bytes(*x.aval.shape) for x in tables)
             yield Launch(eqn.params["name"], steps, count_operations(eqn.params["jaxpr"]), size)
             continue
