@@ -120,16 +120,16 @@ def pallas_call(
       The outputs, in the structure of `out_shape`.
     """
     _check_room(name, operands[:num_scalar_prefetch], scratch_shapes)
-    grid_spec = functools.partial(
-        compat.PrefetchScalarGridSpec,
-        num_scalar_prefetch=num_scalar_prefetch,
-        in_specs=jax.tree.map(_int32_indices, list(in_specs)),
-        out_specs=jax.tree.map(_int32_indices, out_specs),
-        scratch_shapes=list(scratch_shapes),
-    )
     call = functools.partial(
         pl.pallas_call,
         name=name,
+        grid_spec=compat.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalar_prefetch,
+            grid=grid,
+            in_specs=jax.tree.map(_int32_indices, list(in_specs)),
+            out_specs=jax.tree.map(_int32_indices, out_specs),
+            scratch_shapes=list(scratch_shapes),
+        ),
         out_shape=jax.tree.map(_without_float16, out_shape),
         compiler_params=compat.CompilerParams(
             dimension_semantics=dimension_semantics,
@@ -139,27 +139,17 @@ def pallas_call(
         cost_estimate=cost_estimate,
         input_output_aliases=input_output_aliases or {},
     )
-    traced = [size for size in grid if isinstance(size, jax.Array)]
-    values: tuple[Any, ...] = (*traced, *map(_without_float16, operands))
-
-    def run(*values, **interpret):
-        # The trace of the launch has its own traced sizes.
-        sizes, operands = iter(values[: len(traced)]), values[len(traced) :]
-        spec = grid_spec(grid=tuple(next(sizes) if isinstance(size, jax.Array) else size for size in grid))
-        return call(lambda *refs: kernel(*refs), grid_spec=spec, **interpret)(*operands)
-
+    values: tuple[Any, ...] = tuple(map(_without_float16, operands))
     # Each trace gets a new function, because JAX would not trace the same function twice.
     with matmul.kernel_trace(interpreted=False) as asked:
-        compiled = jax.make_jaxpr(run)(*values)
+        compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*values)
     if asked:
         with matmul.kernel_trace(interpreted=True):
-            interpreted = jax.make_jaxpr(functools.partial(run, interpret=True))(*values)
+            interpreted = jax.make_jaxpr(call(lambda *refs: kernel(*refs), interpret=True))(*values)
     else:
         interpreted = _interpreted(compiled)
     # A spec says it to Pallas alone; XLA must be told of the array.
-    in_hbm = [False] * (len(traced) + num_scalar_prefetch) + [
-        spec.memory_space is pltpu.HBM for spec in in_specs if spec is not None
-    ]
+    in_hbm = [False] * num_scalar_prefetch + [spec.memory_space is pltpu.HBM for spec in in_specs if spec is not None]
 
     def on_tpu(*given):
         hold = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
