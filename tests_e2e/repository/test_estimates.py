@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -198,21 +197,15 @@ def test_steps_that_run_the_regions_of_the_kernels():
     """Beside two decodes of 3 tokens: prefills of 70 and 64 tokens, which are 4 pieces of 3 chunks."""
     from benchmarks.cases import CASES
     from benchmarks.step import Mixture, prefill_runs
-    from chunkwise.shared.call.arguments import Slots
-    from chunkwise.shared.serving.step_table import find_step
 
     mixture = Mixture(2, W=3, prefills=(70, 64))
-    step = jax.tree.map(jnp.asarray, mixture.step())
-    found = find_step(step.pop("cu_seqlens"), Slots(**step), None, mixture.T)
-    # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk.
-    # No chunk is wholly of one piece. Two turns open the first one, and the rows after the last token need no zeros.
+    # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk, and
+    # begin the first sequence. No chunk is wholly of one piece, and decodes have no turns.
     # A gate for every channel has a second path, which is not taken.
     for name, second in (("qwen3-next-80b", []), ("kimi-linear-48b", [0] * 9)):
-        turns, runs = prefill_runs(CASES[name], found.prefills, mixture.T, 64)
-        assert runs == [2, 1, 0, *second, turns, 3, 5, *second, 2]
-        assert turns > 5
+        assert prefill_runs(CASES[name], mixture, 64) == (5, [3, 1, 0, *second, 5, 3, 5, *second, 2])
     # A step of simple GLA takes all 3 chunks: 2 and 2 of the two sequences.
-    assert prefill_runs(CASES["minimax-text-01"], found.prefills, mixture.T, 64)[1] == [2, 1, 1, 2, 4, 0, 4, 2]
+    assert prefill_runs(CASES["minimax-text-01"], mixture, 64)[1] == [2, 1, 1, 2, 4, 0, 4, 2]
 
 
 PROGRAM = """\
