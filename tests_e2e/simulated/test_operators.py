@@ -56,7 +56,7 @@ def test_several_chunks_of_a_step(dtype, cores):
     keeps = dict(disable_recompute=dtype == "float32")
     assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config, keeps)
     operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
-    assert_operator(operator, {}, (2, 140), True, False, dtype, kda.Config(1, 1, 2))
+    assert_operator(operator, {}, (2, 140), True, True, dtype, kda.Config(1, 1, 2, 2))
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])

@@ -14,7 +14,7 @@ from tests.traced import launches
 def run(chunks, output_final_state=True, use_qk_l2norm_in_kernel=False, **x):
     """Return the output and the final states of chunks of 16, so many of them in a grid step."""
     call = lambda x: chunk_kda(
-        **x, output_final_state=True, chunk_size=16, implementation="fused", config=Config(2, 2, chunks),
+        **x, output_final_state=True, chunk_size=16, implementation="fused", config=Config(2, 2, chunks, chunks),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     T, HV = x["v"].shape[1:3]

@@ -49,12 +49,14 @@ class Group(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static) > 1
+    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static, static.config.chunks) > 1
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    return kernel_bwd.plan(x, static.in_steps_of(chunk_loop.even_chunks(static)), outputs, _kernel)
+    return kernel_bwd.plan(
+        x, static.in_steps_of(chunk_loop.even_chunks(static, static.config.chunks)), outputs, _kernel
+    )
 
 
 def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:

@@ -14,11 +14,13 @@ class Config:
       heads_bwd: value heads of a grid step of the backward, by the same rule.
       chunks: the most chunks of a grid step of the forward over rows that are one sequence. Few heads leave units idle,
         and chunks fill them.
+      chunks_bwd: the same of the backward.
     """
 
     heads: int
     heads_bwd: int
     chunks: int = 1
+    chunks_bwd: int = 1
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
@@ -30,8 +32,13 @@ def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: i
     """Return the Config for these shapes, K and V already padded to lanes; `gates` counts erase and write gates."""
     size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
     heads = tuning.pick_heads(HV, H, size, most=16)
+    size_bwd, limit = size * 5 // 4, tuning.VMEM_LIMIT_BYTES
+    heads_bwd = tuning.pick_heads(HV, H, size_bwd, most=16)
+    # The backward of more than 8 heads fills the units by itself.
+    chunks_bwd = min(32, 5 * limit // 6 // size_bwd) // heads_bwd if heads_bwd <= 8 else 1
     return Config(
         heads=heads,
-        heads_bwd=tuning.pick_heads(HV, H, size * 5 // 4, most=16),
-        chunks=max(1, min(8, min(16, tuning.VMEM_LIMIT_BYTES // 2 // size) // heads)),
+        heads_bwd=heads_bwd,
+        chunks=max(1, min(8, min(16, limit // 2 // size) // heads)),
+        chunks_bwd=max(1, min(8, chunks_bwd)),
     )

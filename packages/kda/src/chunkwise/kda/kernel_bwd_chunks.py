@@ -47,12 +47,14 @@ class Group(NamedTuple):
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static) > 1
+    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static, static.config.chunks_bwd) > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    return kernel_bwd.plan(x, static.in_steps_of(chunk_loop.even_chunks(static)), outputs, operator, _kernel)
+    return kernel_bwd.plan(
+        x, static.in_steps_of(chunk_loop.even_chunks(static, static.config.chunks_bwd)), outputs, operator, _kernel
+    )
 
 
 def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:

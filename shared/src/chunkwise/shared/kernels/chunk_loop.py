@@ -114,9 +114,9 @@ def most_chunks(static: FusedStatic) -> int:
     return min(static.config.chunks, static.steps // 4)
 
 
-def even_chunks(static: FusedStatic) -> int:
-    """Return the chunks of a step of a backward, about as many in the last one as in the others."""
-    return -(-static.steps // -(-static.steps // static.config.chunks))
+def even_chunks(static: FusedStatic, most: int) -> int:
+    """Return the chunks of a step of a backward, `most` or less: about as many in the last one as in the others."""
+    return -(-static.steps // -(-static.steps // most))
 
 
 def step_of(grid_step, stage: int, stages: int, steps: int):
