@@ -199,15 +199,18 @@ def test_erase_gates_and_keys():
     ):
         check_inputs(**x | dict(b=jnp.full_like(x["b"], 1.5)))
     x = make_inputs(B, T, H, HV, K, K, erase="key")
-    with pytest.raises(ValueError, match=r"^`k` must have beta \|k . p\| of at most 1 \+ e\^g, or states grow; got "):
-        check_inputs(**x | dict(p=9 * x["p"], beta=jnp.ones_like(x["beta"])))
+    growth = r"^`k` must have beta k . p from e\^g - 1 to e\^g \+ 1, or states grow; got "
+    for factor in (9, -9):
+        with pytest.raises(ValueError, match=growth):
+            check_inputs(**x | dict(p=factor * x["p"], beta=jnp.ones_like(x["beta"])))
+    # Without a decay a key against its erase key makes states grow, however small the product is.
+    with pytest.raises(ValueError, match=rf"{growth}-0.01 at"):
+        check_inputs(**x | dict(p=-0.01 * x["k"], beta=jnp.ones_like(x["beta"]), g=jnp.zeros_like(x["g"])))
     # Beside a strong gate a step of more than 1 is too large for keys of any kind.
     x |= dict(p=x["k"], beta=jnp.full_like(x["beta"], 1.5), g=jnp.full_like(x["g"], -9.0))
     raw = dict(g=-x["g"], use_gate_in_kernel=True, A_log=jnp.zeros(HV))
     for options in ({}, dict(use_qk_l2norm_in_kernel=True), raw):
-        with pytest.raises(
-            ValueError, match=r"^`k` must have beta \|k . p\| of at most 1 \+ e\^g, or states grow; got 1."
-        ):
+        with pytest.raises(ValueError, match=rf"{growth}1."):
             check_inputs(**x | options, allow_neg_eigval=True)
     check_inputs(**x | dict(g=jnp.zeros_like(x["g"])), allow_neg_eigval=True)
 
@@ -236,6 +239,8 @@ WRONG_COMPOSED = {
     | dict(gk=DPLR["gk"].at[1, 3, 0, 0].set(0.5)),
     "`b` must have a . b of at least -1 - max e^gk, or states grow; got -4 at [0, 2, 0].": DPLR
     | dict(a=DPLR["a"].at[0, 2].set(-1.0), b=DPLR["b"].at[0, 2].set(1.0)),
+    "`b` must have a . b of at most the sum of 1 - e^gk, or states grow; got 4 at [0, 2, 0].": DPLR
+    | dict(a=DPLR["a"].at[0, 2].set(1.0), b=DPLR["b"].at[0, 2].set(1.0)),
     "`b` must have shape [B, T, H, K] = (2, 6, 1, 4); got (2, 6, 2, 4).": DPLR | dict(b=jnp.zeros((B, T, HV, K))),
 }
 

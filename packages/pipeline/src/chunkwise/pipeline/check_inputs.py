@@ -169,7 +169,7 @@ def _find_faults(
             yield from _bound(gate, x.g, options.min_gate, inside)
         yield _sums(gate, x, valid)
     if low_rank:
-        yield _transition(x, inside)
+        yield from _transition(x, inside)
         return
     if x.g_gamma is not None:
         yield from _gates("g_gamma", x.g_gamma, everywhere)
@@ -286,27 +286,30 @@ def _growth(
         k, p = tiles.l2norm(k), tiles.l2norm(p)
     law = options.activation.law
     g = x.g.astype(jnp.float32) if law is None else gates.decays(x.g, x.A_log, x.dt_bias, law, valid)
-    product = beta.astype(jnp.float32) * tiles.repeat_heads(jnp.abs(jnp.sum(k * p, axis=3)), beta.shape[2], axis=2)
-    most = (1 + jnp.exp(g)) * (1 + max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING))
-    return faults.fault(where(product > most), product, "`k` must have beta |k . p| of at most 1 + e^g, or states grow")
+    product = beta.astype(jnp.float32) * tiles.repeat_heads(jnp.sum(k * p, axis=3), beta.shape[2], axis=2)
+    rounding = max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING) * (1 + jnp.exp(g))
+    grows = jnp.abs(jnp.exp(g) - product) > 1 + rounding
+    return faults.fault(where(grows), product, "`k` must have beta k . p from e^g - 1 to e^g + 1, or states grow")
 
 
-def _transition(x: Arguments, where: Where) -> faults.Fault:
-    """Return the fault of keys a and b, in p and w, with which states grow, by an eigenvalue of Diag(e^g) + b a^T.
+def _transition(x: Arguments, where: Where) -> Iterator[faults.Fault]:
+    """Yield the faults of keys a and b, in p and w, with which states grow, by an eigenvalue of Diag(e^g) + b a^T.
 
-    Where a is against b, the least eigenvalue is at most max e^g + a . b, and at least -1 if states shall not grow.
+    Where a is against b, the least eigenvalue is at most max e^g + a . b, and at least -1 if states shall not grow. The
+    sum of all eigenvalues is that of e^g plus a . b, and one of them is above 1 if their mean is.
     """
     assert x.p is not None
     assert x.w is not None
     product = tiles.repeat_heads(
         jnp.sum(x.p.astype(jnp.float32) * x.w.astype(jnp.float32), axis=3), x.g.shape[2], axis=2
     )
-    most = (1 + jnp.max(jnp.exp(x.g.astype(jnp.float32)), axis=3)) * (
-        1 + max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING)
-    )
-    return faults.fault(
-        where(product < -most), product, "`b` must have a . b of at least -1 - max e^gk, or states grow"
-    )
+    decays = jnp.exp(x.g.astype(jnp.float32))
+    largest, rounding = jnp.max(decays, axis=3), max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING)
+    for wrong, rule in (
+        (product < -(1 + largest) * (1 + rounding), "least -1 - max e^gk"),
+        (product > jnp.sum(1 - decays, axis=3) + rounding * (1 + largest), "most the sum of 1 - e^gk"),
+    ):
+        yield faults.fault(where(wrong), product, f"`b` must have a . b of at {rule}, or states grow")
 
 
 def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> faults.Fault:

@@ -178,7 +178,7 @@ def chunk_comba(
       p: erase keys [B, T, H, K].
       g: log decay [B, T, HV] in nats, at most 0, of any strength. A gate of -inf keeps nothing of the state before, but
         p_t still reads it: to begin a sequence give its boundaries, or a p_t of zeros beside that gate.
-      beta: step sizes [B, T, HV]. beta |k . p| must be at most 1 + e^g, otherwise states grow without bound.
+      beta: step sizes [B, T, HV]. beta k . p must be from e^g - 1 to e^g + 1, otherwise states grow without bound.
       use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
     Accuracy: as `chunk_kda`, also with erase gates up to 2 and repeated keys.
