@@ -22,7 +22,8 @@ from chunkwise.shared.tuning import (
 def test_the_best_chunk_size():
     """Few rows for few tokens, and 64 for many; in plain JAX by the work of a chunk."""
     assert [best_chunk_size("fused", T) for T in (1, 16, 17, 33, 64, 5000)] == [16, 16, 32, 64, 64, 64]
-    assert best_chunk_size() == 64
+    assert [best_chunk_size("fused", T, state=64) for T in (64, 5000)] == [64, 128]
+    assert best_chunk_size("fused", 5000, state=64, per_channel=True) == best_chunk_size() == 64
     best = functools.partial(best_chunk_size, "xla", 5000)
     states = [best(state=K * V) for K, V in ((128, 64), (128, 128), (256, 64))]
     assert (best(), best(per_channel=True), best(per_channel=True, state=128**2), *states) == (64, 32, 32, 64, 128, 128)

@@ -142,7 +142,7 @@ def test_fixed_gates_have_no_gradient_to_pay_for():
 def test_steps_are_sized_by_the_type_of_the_products():
     def grids(*dtypes):
         x = [jax.ShapeDtypeStruct((1, 512, 4, 512), dtype) for dtype in dtypes]
-        run = lambda *x: jnp.sum(chunk_either_gla(*x, implementation="fused")[0])
+        run = lambda *x: jnp.sum(chunk_either_gla(*x, chunk_size=64, implementation="fused")[0])
         program = jax.make_jaxpr(jax.grad(run, argnums=(0, 1, 2)))(*x)
         return [e.params["grid_mapping"].grid for e in equations(program.jaxpr) if e.primitive.name == "pallas_call"]
 

@@ -37,15 +37,19 @@ def best_chunk_size(implementation: str = "", T: int = CHUNK_SIZE, *, per_channe
     Stages ask without arguments, because the stages of a chain must agree.
 
     Args:
-      implementation: the name of an implementation. The best size for kernels is 64. For plain JAX, "xla" has the best
-        sizes on a CPU, which docs/performance.md shows, and "gpu" the best size on a GPU.
+      implementation: the name of an implementation. The best size for kernels is 64, and for those of "fused" without
+        a delta rule and gates per channel 128: their scores fill the lanes, and half as many states are kept for the
+        backward. For plain JAX, "xla" has the best sizes on a CPU, which docs/performance.md shows, and "gpu" the best
+        size on a GPU.
       T: tokens; the rows of a chunk that are past the last token cost as much as others.
       per_channel: whether gates are per channel: their scores cost more in a large chunk.
       state: the size K V of a head's state, of an operator without a delta rule: a large state takes most of the time
         in small chunks.
     """
     best = CHUNK_SIZE
-    if implementation == "xla":
+    if implementation == "fused":
+        best = 128 if state and not per_channel else best
+    elif implementation == "xla":
         best = 32 if per_channel else 128 if state >= 128 * 128 else best
     # `jax.export` may leave the number of tokens open.
     return min(size for size in CHUNK_SIZES if size >= (min(T, best) if isinstance(T, int) else best))
