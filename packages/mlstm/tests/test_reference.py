@@ -183,7 +183,7 @@ def test_values_and_gradients(call, form, implementation, gate, dtype):
     states, B = FORMS[form][1], 2 if form == "rows" else 1
     # A stabiliser of 100 is rounded to 4e-6, and so is every exponent. The gradients of q and k are differences of two
     # rounded gradients, which are almost equal where one token outweighs the others.
-    rounded = {"float32": 1e-4, "bfloat16": 4e-2} if gate in ("strong", "rising") else None
+    rounded = {"float32": 1e-4, "bfloat16": 3e-2} if gate in ("strong", "rising") else None
     x = make(B, gate=gate, states=states, dtype=dtype)
     check({"chunk": chunk_mlstm, "recurrent": recurrent_mlstm}[call], x, form, rounded, rounded,
           implementation=implementation)  # fmt: skip

@@ -4,6 +4,7 @@ The stabilisers make decays and weights of the gates, which are at most 1.
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -99,10 +100,11 @@ def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Optio
     weights = _like(x.v, _in_lanes(gates.weight, lanes, flat, matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)))
     ones = x._replace(q=q, k=k, v=weights, g=gates.decay, initial_state=n)
     y, n = of_weights(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
-    divisor = jnp.maximum(jnp.abs(_lane_sum(y, flat)), gates.least) + named["eps"]
+    y = _lane_sum(y, flat) if lanes > 1 else y[..., 0].astype(jnp.float32)
+    divisor = jnp.maximum(jnp.abs(y), gates.least) + named["eps"]
     q, k = _times(q, 1.0 / divisor, flat), _times(k, gates.weight, flat)
     o, C = of_values(x._replace(q=q, k=k, g=gates.decay, initial_state=C), options)
-    return o, MlstmState(C, jnp.sum(n, axis=-1), gates.last) if options.output_final_state else None
+    return o, MlstmState(C, jnp.sum(n[..., :2], axis=-1), gates.last) if options.output_final_state else None
 
 
 def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
@@ -112,14 +114,20 @@ def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
     return _spread(factor, y.shape[3], flat, precision, lambda wide: (wide * y.reshape(wide.shape)).astype(dtype))
 
 
+def _of_high(lanes: int) -> jax.Array:
+    """Return which lanes have the high part of a number: 0, and 2, whose gradient is the low part of that of 0."""
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    return (lane == 0) | (lane == 2)
+
+
 def _in_lanes(y: jax.Array, lanes: int, flat: bool, dtype) -> jax.Array:
-    """Return lanes [B, T, HV, lanes] of a type whose sum is y: to 16 bits in bfloat16."""
-    bfloat16, lane = lanes > 1 and dtype == jnp.bfloat16, jnp.arange(lanes, dtype=jnp.int32)
+    """Return lanes [B, T, HV, lanes] of a type, of which the first two add up to y: to 16 bits in bfloat16."""
+    bfloat16 = lanes > 1 and dtype == jnp.bfloat16
     wide = _spread(y, lanes, flat, lax.Precision.HIGH if bfloat16 else lax.Precision.HIGHEST)
     high = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if bfloat16 else wide
-    # Every lane of a sum has the gradient of the sum, so one is enough.
-    rest = jnp.where(lane == 1, lax.stop_gradient(wide - high), 0.0)
-    return jnp.where(lane == 0, high, rest).astype(jnp.bfloat16 if bfloat16 else jnp.float32)
+    # Both lanes of a sum have the gradient of the sum, so one is enough.
+    rest = jnp.where(jnp.arange(lanes, dtype=jnp.int32) == 1, lax.stop_gradient(wide - high), 0.0)
+    return jnp.where(_of_high(lanes), high, rest).astype(jnp.bfloat16 if bfloat16 else jnp.float32)
 
 
 def _spread(
@@ -135,13 +143,26 @@ def _spread(
     return use(jnp.matmul(factor, ones, precision=precision)).reshape(shape)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _lane_sum(y: jax.Array, flat: bool) -> jax.Array:
-    """Return the sums over lanes [B, T, HV, lanes] in float32."""
+    """Return the sums of the first two lanes [B, T, HV, lanes] in float32; their gradient reaches y in two parts."""
     if not flat:
-        return jnp.sum(y.astype(jnp.float32), axis=3)
-    pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0)
+        return jnp.sum(y[..., :2].astype(jnp.float32), axis=3)
+    first = jnp.arange(y.shape[3], dtype=jnp.int32) < 2
+    pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0) * jnp.tile(first, y.shape[2])[:, None]
     wide = y.reshape(*y.shape[:2], -1)
     return jnp.matmul(wide, pick, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _lane_sum_backward(flat: bool, y: jax.Array, d: jax.Array) -> tuple[jax.Array]:
+    lane = jnp.arange(y.shape[3], dtype=jnp.int32)
+    wide = _spread(d, y.shape[3], flat, lax.Precision.HIGHEST)
+    high = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if y.dtype == jnp.bfloat16 else wide
+    return (jnp.where(lane < 2, high, jnp.where(lane == 2, wide - high, 0.0)).astype(y.dtype),)
+
+
+# The backward reads the number and the type of lanes alone.
+_lane_sum.defvjp(lambda y, flat: (_lane_sum(y, flat), y[:, :0]), _lane_sum_backward)
 
 
 def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tuple[Any, Any, jax.Array]:
@@ -153,7 +174,7 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
     # The state is C e^m: the gradient of m is that of the size of C and n. A fault of m becomes one of C and n.
     size = jnp.exp(jnp.where(none, 0.0, m - lax.stop_gradient(m)))
     C, n = (y * jnp.expand_dims(jnp.where(wrong, jnp.nan, size), range(2, y.ndim)) for y in (C, n))
-    n = jnp.pad(n[..., None], [(0, 0)] * 3 + [(0, lanes - 1)])
+    n = jnp.where(_of_high(lanes), n[..., None], 0.0)
     return C, n, jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
 
 
