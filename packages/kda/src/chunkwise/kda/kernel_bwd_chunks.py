@@ -21,7 +21,7 @@ from chunkwise.shared.kernels import chunk_loop, layout, packed, schedule
 GROUP = 8
 
 
-class Group(NamedTuple):
+class KdaGroup(NamedTuple):
     """A group of chunks.
 
     Attributes:
@@ -98,17 +98,17 @@ def _joined(trees: list) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
-def _prepare(refs, chunks: list[chunk_loop.StageChunk], views: list, static: KdaStatic) -> Group:
+def _prepare(refs, chunks: list[chunk_loop.StageChunk], views: list, static: KdaStatic) -> KdaGroup:
     """Return a group of chunks with what needs no state."""
     x = _joined([kernel_bwd.load(view, chunk.valid, None, static) for view, chunk in zip(views, chunks, strict=True)])
     A_inv, scores = (chunk_loop.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
     each = static.config.heads_bwd * static.K // packed.LANES
     at = slice(None), slice(chunks[0].index * each, (chunks[-1].index + 1) * each)
     of_outputs = tile_bwd.through_outputs(scores, x.do, refs.do.dtype)
-    return Group(chunks, views, refs._replace(decays=refs.decays.at[at]), x, A_inv, scores, of_outputs, [])
+    return KdaGroup(chunks, views, refs._replace(decays=refs.decays.at[at]), x, A_inv, scores, of_outputs, [])
 
 
-def _pass_chunk(refs, group: Group, i: int, static: KdaStatic) -> Iterator[None]:
+def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[None]:
     """Take the gradient of the state back through a chunk of a group."""
     heads, dS, dtype = static.config.heads_bwd, refs.dstate[...], refs.do.dtype
     at, packs = slice(i * heads, (i + 1) * heads), slice(i * heads // static.p, (i + 1) * heads // static.p)
@@ -122,7 +122,7 @@ def _pass_chunk(refs, group: Group, i: int, static: KdaStatic) -> Iterator[None]
     yield
 
 
-def _finish(group: Group, static: KdaStatic) -> Iterator[None]:
+def _finish(group: KdaGroup, static: KdaStatic) -> Iterator[None]:
     """Store the gradients of the tokens of a group."""
     dS, *of_values = _joined(group.passed)
     each = zip(group.views, group.chunks, strict=True)
