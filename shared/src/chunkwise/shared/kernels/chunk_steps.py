@@ -115,10 +115,10 @@ def _filled_first(routes: pools.Routes, T: int) -> pools.Routes:
     # The sequence that comes to each place; past the end for none, where `take` gives zeros.
     which = jnp.sum(jnp.where(chosen, index[None], jnp.int32(0)), axis=1, dtype=jnp.int32)
     which = jnp.where(jnp.any(chosen, axis=1), which, jnp.int32(len(index)))
-    moved = lambda *each, none: chunking.take(jnp.stack(each) - jnp.int32(none), which) + jnp.int32(none)
-    start, end = moved(routes.start, routes.end, none=T)
-    source, target = moved(routes.source, routes.target[:, 0], none=-1)
-    blocks = None if routes.blocks is None else moved(*routes.blocks.T, none=-1).T
+    moved = lambda none, *each: chunking.take(jnp.stack(each) - jnp.int32(none), which) + jnp.int32(none)
+    start, end = moved(T, routes.start, routes.end)
+    source, target = moved(-1, routes.source, routes.target[:, 0])
+    blocks = None if routes.blocks is None else moved(-1, *routes.blocks.T).T
     return pools.Routes(start, end, source, target[:, None], blocks)
 
 
