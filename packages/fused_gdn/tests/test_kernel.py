@@ -47,3 +47,10 @@ def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, chunks, repeats):
     assert config == Config(heads, heads, chunks)
     assert tiles.key_repeats(H, HV, config) == repeats
     assert chunks * heads * tiles.vmem_bytes_per_head(C, K, K) <= tiles.VMEM_BUDGET < VMEM_LIMIT_BYTES
+
+
+def test_chunks_of_16_heads(monkeypatch):
+    """They fill a narrow matrix unit by themselves; fewer heads take the same chunks on all devices."""
+    for columns, chunks in ((256, [8, 4, 2]), (128, [8, 4, 1])):
+        monkeypatch.setattr(tiles.compat, "matrix_columns", lambda columns=columns: columns)
+        assert [tiles.default_for(n, n, 64, 128, 128).chunks for n in (4, 8, 16)] == chunks

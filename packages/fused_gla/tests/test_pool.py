@@ -31,4 +31,4 @@ def test_prefills(per_channel, pool, blocks):
 @pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 def test_compiles(per_channel, chip):
     text = compile_prefills(GLA if per_channel else SIMPLE_GLA, chip, delta=False, per_channel=per_channel)
-    assert "chunk_gla_fwd_c64" in text
+    assert f"chunk_gla_fwd_c{64 if per_channel else 128}" in text

@@ -146,4 +146,4 @@ def test_states_of_a_pack_compile_under_vmap():
 
     x = dict(zip("qkv", [spec(2, 1, 100, 1, 128)] * 3, strict=True)) | dict(initial_state=spec(2, 3, 1, 128, 128))
     text = compile_for(jax.vmap(run, in_axes=(0, None)), x, spec(4, dtype=jnp.int32)).as_text()
-    assert "chunk_gla_bwd_c64_varlen" in text
+    assert "chunk_gla_bwd_c128_varlen" in text

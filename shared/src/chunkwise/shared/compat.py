@@ -66,6 +66,14 @@ def cores() -> int:
         return 1
 
 
+def matrix_columns() -> int:
+    """Return how many columns a matrix unit of the device has: those of a v6e where it is no TPU."""
+    try:
+        return pltpu.get_tpu_info().mxu_column_size
+    except (ValueError, NotImplementedError):
+        return 256
+
+
 # Whether a forward rule of a custom_vjp with `optimize_remat` may have side effects, as a simulated kernel has.
 EFFECTS_UNDER_OPTIMIZE_REMAT = jax.__version_info__ >= (0, 12)
 

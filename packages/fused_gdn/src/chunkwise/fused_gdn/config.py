@@ -35,11 +35,13 @@ def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
 def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
     """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a group.
 
-    There are blocks of heads for all cores of the device.
+    There are blocks of heads for all cores of the device. Chunks are added up to 32 heads of all chunks together; 16
+    heads of one chunk keep narrow matrix units busy, those of v5e and v5p.
     """
     size = vmem_bytes_per_head(C, K, V)
     heads = tuning.pick_heads(HV, H, size, min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
-    return Config(heads=heads, heads_bwd=heads, chunks=max(1, min(8, min(32, VMEM_BUDGET // size) // heads)))
+    most = 32 if heads < 16 or compat.matrix_columns() > 128 else heads
+    return Config(heads=heads, heads_bwd=heads, chunks=max(1, min(8, min(most, VMEM_BUDGET // size) // heads)))
 
 
 def key_repeats(H: int, HV: int, config: Config) -> int:
