@@ -60,18 +60,20 @@ def out_struct(shape: Sequence[int], dtype, *operands: jax.Array | None) -> jax.
 
 def cores() -> int:
     """Return how many cores of the device share the grid of a launch: 1 where it is no TPU."""
-    try:
-        return pltpu.get_tpu_info().num_cores
-    except (ValueError, NotImplementedError):
-        return 1
+    return _of_tpu("num_cores", 1)
 
 
 def matrix_columns() -> int:
     """Return how many columns a matrix unit of the device has: those of a v6e where it is no TPU."""
+    return _of_tpu("mxu_column_size", 256)
+
+
+def _of_tpu(name: str, otherwise: int) -> int:
+    """Return what is known of the device by this name, if it is a TPU."""
     try:
-        return pltpu.get_tpu_info().mxu_column_size
+        return getattr(pltpu.get_tpu_info(), name)
     except (ValueError, NotImplementedError):
-        return 256
+        return otherwise
 
 
 # Whether a forward rule of a custom_vjp with `optimize_remat` may have side effects, as a simulated kernel has.

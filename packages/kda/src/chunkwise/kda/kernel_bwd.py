@@ -193,14 +193,8 @@ def token_gradients(
       same: pairs of one sequence, as in `StageChunk`.
       static: the static description of the launch.
     """
-    heads, dtype, C, K, p, early = (
-        *x.k.shape[:1],
-        refs.do.dtype,
-        static.C,
-        static.K,
-        static.p,
-        static.erase_before_decay,
-    )
+    heads, dtype, early = x.k.shape[0], refs.do.dtype, static.erase_before_decay
+    C, K, p = static.C, static.K, static.p
     beta_rows = packed.side_lanes(x.betas[:, None], p)
     (dbeta, dbeta_row), d_scores, of_state = tile_bwd.outer_bwd_tile(
         x.k, x.beta, beta_rows, x.boundary, residuals, x.do, of_values, dS, same, dtype, early

@@ -124,7 +124,7 @@ def _in_lanes(y: jax.Array, lanes: int, flat: bool, dtype) -> jax.Array:
     """Return lanes [B, T, HV, lanes] of a type, of which the first two add up to y: to 16 bits in bfloat16."""
     bfloat16 = lanes > 1 and dtype == jnp.bfloat16
     wide = _spread(y, lanes, flat, lax.Precision.HIGH if bfloat16 else lax.Precision.HIGHEST)
-    high = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if bfloat16 else wide
+    high = matmul.rounded_by_xla(wide) if bfloat16 else wide
     # Both lanes of a sum have the gradient of the sum, so one is enough.
     rest = jnp.where(jnp.arange(lanes, dtype=jnp.int32) == 1, lax.stop_gradient(wide - high), 0.0)
     return jnp.where(_of_high(lanes), high, rest).astype(jnp.bfloat16 if bfloat16 else jnp.float32)
@@ -157,7 +157,7 @@ def _lane_sum(y: jax.Array, flat: bool) -> jax.Array:
 def _lane_sum_backward(flat: bool, y: jax.Array, d: jax.Array) -> tuple[jax.Array]:
     lane = jnp.arange(y.shape[3], dtype=jnp.int32)
     wide = _spread(d, y.shape[3], flat, lax.Precision.HIGHEST)
-    high = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if y.dtype == jnp.bfloat16 else wide
+    high = matmul.rounded_by_xla(wide) if y.dtype == jnp.bfloat16 else wide
     return (jnp.where(lane < 2, high, jnp.where(lane == 2, wide - high, 0.0)).astype(y.dtype),)
 
 
@@ -166,7 +166,7 @@ _lane_sum.defvjp(lambda y, flat: (_lane_sum(y, flat), y[:, :0]), _lane_sum_backw
 
 
 def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tuple[Any, Any, jax.Array]:
-    """Return the initial C, and n in the first lane, or None; and m [N, HV], -inf where it is no number."""
+    """Return the initial C, and n in the lanes of high parts, or None; and m [N, HV], -inf where it is no number."""
     if state is None:
         return None, None, jnp.full(heads, -jnp.inf, jnp.float32)
     C, n, m = (jnp.asarray(y, jnp.float32) for y in state)

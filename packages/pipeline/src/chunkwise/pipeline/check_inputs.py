@@ -277,6 +277,11 @@ def _twice(name: str, y: jax.Array, flag: str, where: Where) -> faults.Fault:
     return faults.fault(where(y > 0) & only & (y.size >= _UNSIGNED), y, rule, ", and all entries are from 0 to 1")
 
 
+def _rounding(k: jax.Array) -> float:
+    """Return how far a product of keys of this type may be above its bound."""
+    return max(float(jnp.finfo(k.dtype).eps), _ROUNDING)
+
+
 def _growth(
     x: Arguments, p: jax.Array, beta: jax.Array, options: arguments.Options, valid: jax.Array | None, where: Where
 ) -> faults.Fault:
@@ -287,7 +292,7 @@ def _growth(
     law = options.activation.law
     g = x.g.astype(jnp.float32) if law is None else gates.decays(x.g, x.A_log, x.dt_bias, law, valid)
     product = beta.astype(jnp.float32) * tiles.repeat_heads(jnp.sum(k * p, axis=3), beta.shape[2], axis=2)
-    rounding = max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING) * (1 + jnp.exp(g))
+    rounding = _rounding(x.k) * (1 + jnp.exp(g))
     grows = jnp.abs(jnp.exp(g) - product) > 1 + rounding
     return faults.fault(where(grows), product, "`k` must have beta k . p from e^g - 1 to e^g + 1, or states grow")
 
@@ -304,7 +309,7 @@ def _transition(x: Arguments, where: Where) -> Iterator[faults.Fault]:
         jnp.sum(x.p.astype(jnp.float32) * x.w.astype(jnp.float32), axis=3), x.g.shape[2], axis=2
     )
     decays = jnp.exp(x.g.astype(jnp.float32))
-    largest, rounding = jnp.max(decays, axis=3), max(float(jnp.finfo(x.k.dtype).eps), _ROUNDING)
+    largest, rounding = jnp.max(decays, axis=3), _rounding(x.k)
     for wrong, rule in (
         (product < -(1 + largest) * (1 + rounding), "least -1 - max e^gk"),
         (product > jnp.sum(1 - decays, axis=3) + rounding * (1 + largest), "most the sum of 1 - e^gk"),
@@ -319,7 +324,7 @@ def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> faults.Fault:
     rate = rate.astype(jnp.float32)
     channels = rate.ndim == 4
     y = jnp.sum(to_values(product) * rate, axis=3) if channels else rate * jnp.abs(to_values(jnp.sum(product, axis=3)))
-    most = 2 * (1 + max(float(jnp.finfo(k.dtype).eps), _ROUNDING))
+    most = 2 * (1 + _rounding(k))
     rule = (
         "`k` must have |k . p| of at most 2, or states grow"
         if channels

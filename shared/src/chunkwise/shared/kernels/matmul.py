@@ -80,13 +80,18 @@ def _contract(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype, passes: 
         return lax.platform_dependent(a, b, mosaic=product, default=interpreted)
     if _passes is None or dtype == jnp.bfloat16:
         return product(a, b)
-    a_high, b_high = _round(a), _round(b)
+    a_high, b_high = rounded_by_xla(a), rounded_by_xla(b)
     if _passes == 1:
         return product(a_high, b_high)
-    return product(a_high, b_high) + product(_round(a - a_high), b_high) + product(a_high, _round(b - b_high))
+    return (
+        product(a_high, b_high)
+        + product(rounded_by_xla(a - a_high), b_high)
+        + product(a_high, rounded_by_xla(b - b_high))
+    )
 
 
-def _round(x: jax.Array) -> jax.Array:
+def rounded_by_xla(x: jax.Array) -> jax.Array:
+    """Return float32 x rounded to bfloat16 in plain JAX, where XLA would leave a conversion and its reverse out."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
@@ -95,7 +100,7 @@ def rounded(x: jax.Array) -> jax.Array:
 
     Mosaic rounds by a conversion to bfloat16 and back. In an interpreted kernel XLA would leave both conversions out.
     """
-    return _round(x) if is_interpreted() else x.astype(jnp.bfloat16).astype(jnp.float32)
+    return rounded_by_xla(x) if is_interpreted() else x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def dot(a: jax.Array, b: jax.Array, dtype=None, passes: int | None = None) -> jax.Array:
