@@ -290,5 +290,5 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
-        in_bounds=x.pool is None,  # only the slots of a pool are numbers of the caller
+        in_bounds=True,
     )

@@ -422,5 +422,5 @@ def plan(
         cost_estimate=(cost.cost if with_output else cost.states_cost)(
             **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
         ),
-        in_bounds=x.pool is None,  # only the slots of a pool are numbers of the caller
+        in_bounds=True,
     )
