@@ -64,7 +64,7 @@ def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax
 
     The cumulative gates of a row are those of the row before, so A_ij = beta_i <p_i, e^(G_(i-1) - G_j) * k_j>. With the
     keys and the cumulative gates of the tokens before, this is the matrix of the stage kkt, whose columns lie one to
-    the right. Its diagonal is missing: the pairs of neighbours, which have no decay, as all pairs without gates.
+    the right. Its diagonal is missing: the pairs of neighbours, which have no decay.
     """
     token = jnp.arange(k.shape[1], dtype=jnp.int32)
     start = 0 if cu_seqlens is None else cu_seqlens[chunking.token_owners(k.shape[1], cu_seqlens)]
@@ -74,11 +74,13 @@ def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax
         moved = jnp.pad(y[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (y.ndim - 2))
         return chunking.select_tokens(place > 0, moved)
 
-    g_cum, how = before(g_cum), {"implementation": _PALLAS, "p": p}
-    A = chunk_scaled_dot_kkt(before(k), beta, g_cum, cu_seqlens, C, **how)
+    k, g_cum = before(k), before(g_cum)
+    A = chunk_scaled_dot_kkt(k, beta, g_cum, cu_seqlens, C, p=p, implementation=_PALLAS)
     A = jnp.pad(A[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+    k = tiles.repeat_heads(k, p.shape[2], axis=2)
+    of_neighbours = beta * jnp.sum(p.astype(jnp.float32) * k.astype(jnp.float32), axis=3)
     neighbours = jnp.arange(C, dtype=jnp.int32)[None, None] == place[..., None] - 1  # [1, T, C]
-    return jnp.where(neighbours[:, :, None], chunk_scaled_dot_kkt(k, beta, None, cu_seqlens, C, **how), A), g_cum
+    return jnp.where(neighbours[:, :, None], of_neighbours[..., None], A), g_cum
 
 
 def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None) -> tuple[jax.Array, tuple]:
