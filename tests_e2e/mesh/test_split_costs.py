@@ -15,9 +15,9 @@ from tests.compiled import product_flops
 from tests_e2e.mesh.meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]
-# Its map is that of the gated delta rule, and takes longer to compile.
+QUICK = {2: ("chunk_simple_gla", "chunk_kda"), 4: ("chunk_gated_delta_rule",)}
 THOROUGH = dict(
-    test_products=lambda name, devices: name != ("chunk_simple_gla" if devices == 2 else "chunk_gated_delta_rule"),
+    test_products=lambda name, devices: name not in QUICK[devices],
     test_launches_of_the_chain=True,
 )
 T, HV, K, V, C = 64, 2, 16, 24, 32

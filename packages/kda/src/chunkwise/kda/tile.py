@@ -211,8 +211,12 @@ def join_halves(left, right, b):
     return jnp.stack(blocks, axis=2).reshape(h, 2 * R, D)
 
 
-def level_factors(x: ChannelDecays):
+def level_factors(x: ChannelDecays, readers: slice = slice(None)):
     """Yield the factors of every product of the interaction.
+
+    Args:
+      x: the decays between rows.
+      readers: which of queries and erase keys have rows.
 
     Yields:
       The index of the product in `level_table`; b, the rows of half a block if these are whole registers, or None, in
@@ -223,22 +227,22 @@ def level_factors(x: ChannelDecays):
     C = x.start.shape[1]
     for n, e in enumerate(x.levels):
         index = C.bit_length() - 1 - len(x.levels) + n
-        b, rows = 1 << index, x.rows(lambda y, n=n: y.levels[n])
+        b, rows = 1 << index, x.rows(lambda y, n=n: y.levels[n])[readers]
         if b < SUBLANES:
             yield index, None, e, packed.concat_rows(rows)
         else:
             yield index, b, halves(e, b)[0], packed.concat_rows([halves(y, b)[1] for y in rows])
     if x.base is not None:
-        yield 0, None, x.base[1], packed.concat_rows(x.rows(lambda y: y.base[0]))
+        yield 0, None, x.base[1], packed.concat_rows(x.rows(lambda y: y.base[0])[readers])
 
 
 def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool = False) -> jax.Array:
     """Return the decayed products of queries and erase keys with keys, transposed.
 
     Args:
-      q, e, k: [h, C, K] float32; e is k where k erases.
+      q, e, k: [h, C, K] float32; e is k where k erases. A reader whose products nobody needs, q or e, is None.
       decays: the decays between rows.
-      table: `level_table` [1, C, 2 C], for the base of the decays.
+      table: `level_table` [1, C, 2 C], for the base of the decays; the half of the reader if there is one alone.
       dtype: the type of operands of products. Columns keep 16 bits. The rounding of a row is the same for all columns,
         as if it were a slightly different query or key, so sums over new values do not amplify it; the rounding of a
         column is different for every new value of a sum.
@@ -248,16 +252,16 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
 
     Returns:
       [h, C, 2 C] float32: row j has <q_i, e^(G_i - G_j) k_j> for i >= j, and beside them <e_i, e^(G_i - G_j) k_j> for i
-      > j.
+      > j; [h, C, C] for one reader.
     """
     h, C, operand = k.shape[0], k.shape[1], matmul.operand_dtype(dtype)
-    stacked = packed.concat_rows([q, e])  # [h, 2 C, K]
-    out = jnp.zeros((h, C, 2 * C), jnp.float32)  # [h, C, 2 C]
-    if decays.base is None:
+    stacked = packed.concat_rows([x for x in (q, e) if x is not None])  # [h, 2 C, K]
+    out = jnp.zeros((h, C, stacked.shape[1]), jnp.float32)  # [h, C, 2 C]
+    if decays.base is None and q is not None:
         # Pairs of a row with itself, which have no decay, are in no product.
         itself = jnp.sum(q * k, axis=-1, keepdims=True)  # [h, C, 1]
         out = jnp.where(table == C.bit_length() - 1, itself, out)  # [h, C, 2 C]
-    for index, b, by_column, by_row in level_factors(decays):
+    for index, b, by_column, by_row in level_factors(decays, slice(q is None, 2 - (e is None))):
         if b is None:
             # Halves with fewer rows than a register: all rows and columns take part, and the table selects pairs.
             columns = packed.split_bf16(k * by_column, dtype)  # each [h, C, K]
@@ -283,7 +287,7 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
             product = packed.concat_rows(
                 [product[:, : C // 2], packed.rotate(product[:, C // 2 :], b)]
             )  # [h / 2, C, 2 C]
-            product = product.reshape(h, C // 2, 2 * C)  # [h, C / 2, 2 C]
+            product = product.reshape(h, C // 2, -1)  # [h, C / 2, 2 C]
         else:
             product = matmul.dot_nt(columns, decayed)  # [h, C / 2, 2 C]
         left, right = halves(out, b)  # each [h, C / 2, 2 C]

@@ -16,26 +16,35 @@ _BASE = 16
 
 
 class Decayed(NamedTuple):
-    """Queries and keys times the decay between their row and a boundary of their block, all [n, b, K].
+    """Readers of states and keys times the decay between their row and a boundary of their block, all [n, b, K].
 
     Attributes:
-      q_start, e_start: queries and erase keys, with the decay from the start of the block to the row, whose gate is
-        included.
+      readers: queries if there is an output, and erase keys, with the decay from the start of the block to the row,
+        whose gate is included.
       k_end: keys, with the decay from the row to the end of the block.
       through: [n, 1, K], the decay over the whole block.
     """
 
-    q_start: jax.Array
-    e_start: jax.Array
+    readers: list[jax.Array]
     k_end: jax.Array
     through: jax.Array
 
 
-def interactions(q, e, k, g, base, continuing, erase_before_decay) -> tuple[jax.Array, jax.Array, Decayed]:
-    """Return scores of queries with keys, scores of erase keys with keys, and the `Decayed` of chunks [M, C, K].
+def interactions(
+    readers: list[jax.Array], k, g, base: int, continuing, erase_before_decay: bool, apart: bool
+) -> tuple[list[jax.Array], Decayed]:
+    """Return the scores of readers with keys, and the `Decayed` of chunks [M, C, K].
 
     Blocks of `_BASE` rows are computed as in the kernels; then neighbouring blocks are joined, with one product for the
-    corner. `continuing` is `tile.continuing` [M, C, 1], or None. `erase_before_decay` as in `Options`.
+    corner.
+
+    Args:
+      readers: [q, e] or, where there is no output, [e].
+      k, g: keys and gates.
+      base: the rows of base blocks of the kernels.
+      continuing: `tile.continuing` [M, C, 1], or None.
+      erase_before_decay: as in `Options`.
+      apart: whether no product serves both readers, so that a program which needs the scores of one makes these alone.
     """
     M, C = k.shape[:2]
     b = _BASE
@@ -43,7 +52,8 @@ def interactions(q, e, k, g, base, continuing, erase_before_decay) -> tuple[jax.
     def blocks(x, size):
         return x.reshape(M * C // size, size, x.shape[-1])
 
-    q, e, k, g = blocks(q, b), blocks(e, b), blocks(k, b), blocks(g * tiles.LOG2_E, b)
+    readers, k, g = [blocks(y, b) for y in readers], blocks(k, b), blocks(g * tiles.LOG2_E, b)
+    *queries, e = readers
 
     def by_row(x):
         """Return the first, the second rows and so on of all blocks of 8."""
@@ -53,39 +63,51 @@ def interactions(q, e, k, g, base, continuing, erase_before_decay) -> tuple[jax.
     in_blocks = tile.block_decays(by_row(g), base, continuing, erase_before_decay)
     in_blocks = [jnp.stack(x, axis=2).reshape(g.shape) for x in in_blocks]
     decays, table = tile.chunk_decays(in_blocks, base), jnp.asarray(tile.level_table(b, base))[None]
-    scores = jnp.swapaxes(tile.interaction_tile(q, e, k, decays, table, jnp.float32), 1, 2)
+
+    def base_scores(q, e):
+        of = table[..., b if q is None else 0 : b if e is None else 2 * b]
+        return jnp.swapaxes(tile.interaction_tile(q, e, k, decays, of, jnp.float32), 1, 2)
+
+    if apart or not queries:
+        scores = [*(base_scores(q, None) for q in queries), base_scores(None, e)]
+    else:
+        scores = jnp.split(base_scores(*readers), 2, axis=1)
     # A pair of a row with itself has no decay, nor has a pair of neighbours if erase keys read before the decay. In the
     # product of a base block, the gate would get its gradient once as a row and once, negative, as a column, with a
     # rounding error far above the gradients of strong gates.
     product = lambda x, y: jnp.sum(x * y, axis=-1, keepdims=True)
-    start_q, start_e = decays.rows(lambda x: x.start)
-    x = Decayed(q * start_q, e * start_e, k * decays.end, decays.start[:, -1:])
-    scores_q, scores_e = jnp.where(jnp.eye(b, dtype=bool)[None], product(q, k), scores[:, :b]), scores[:, b:]
+    if queries:
+        scores[0] = jnp.where(jnp.eye(b, dtype=bool)[None], product(queries[0], k), scores[0])
     if erase_before_decay:
         before = jnp.pad(k[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        scores_e = jnp.where(jnp.eye(b, k=-1, dtype=bool)[None], product(e, before), scores_e)
+        scores[-1] = jnp.where(jnp.eye(b, k=-1, dtype=bool)[None], product(e, before), scores[-1])
+    starts = decays.rows(lambda x: x.start)[-len(readers) :]
+    x = Decayed([y * start for y, start in zip(readers, starts, strict=True)], k * decays.end, decays.start[:, -1:])
 
     def pairs(x):
         return [x.reshape(x.shape[0] // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
 
     while b < C:
-        (_, q_right), (e_left, e_right), (k_left, k_right), (t_left, t_right) = map(pairs, x)
-        corner = matmul.dot_nt(jnp.concatenate([q_right, e_right], axis=1), k_left)
+        (k_left, k_right), (t_left, t_right) = pairs(x.k_end), pairs(x.through)
+        lefts, rights = zip(*map(pairs, x.readers), strict=True)
+        if apart:
+            corners = [matmul.dot_nt(y, k_left) for y in rights]
+        else:
+            corners = jnp.split(matmul.dot_nt(jnp.concatenate(rights, axis=1), k_left), len(rights), axis=1)
 
         def joined(x, lower_left):
             left, right = pairs(x)
             top = jnp.concatenate([left, jnp.zeros_like(left)], axis=2)
             return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
 
-        scores_q, scores_e = joined(scores_q, corner[:, :b]), joined(scores_e, corner[:, b:])
+        scores = [joined(*each) for each in zip(scores, corners, strict=True)]
         x = Decayed(
-            q_start=jnp.concatenate([pairs(x.q_start)[0], q_right * t_left], axis=1),
-            e_start=jnp.concatenate([e_left, e_right * t_left], axis=1),
-            k_end=jnp.concatenate([k_left * t_right, k_right], axis=1),
-            through=t_left * t_right,
+            [jnp.concatenate([left, right * t_left], axis=1) for left, right in zip(lefts, rights, strict=True)],
+            jnp.concatenate([k_left * t_right, k_right], axis=1),
+            t_left * t_right,
         )
         b *= 2
-    return scores_q, scores_e, x
+    return scores, x
 
 
 def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
@@ -95,23 +117,26 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     g = jnp.broadcast_to(jnp.swapaxes(x.g, 2, 3), (n, HV, C, K)) if x.g.shape[2] != C else x.g
     wide = lambda y: tiles.repeat_heads(y.astype(jnp.float32), HV, axis=1)
     flat = lambda y: y.reshape(n * HV, *y.shape[2:])
-    q, k = x.k if x.q is None else x.q, x.k
-    q, k = (wide(tiles.l2norm(y.astype(jnp.float32)) if options.use_qk_l2norm_in_kernel else y) for y in (q, k))
-    e, continuing = k if x.e is None else wide(x.e), None
+    unit = lambda y: tiles.l2norm(y.astype(jnp.float32)) if options.use_qk_l2norm_in_kernel else y
+    k, continuing = wide(unit(x.k)), None
+    readers = [*([] if x.q is None else [wide(unit(x.q))]), k if x.e is None else wide(x.e)]
     if masks is not None:
         continuing = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
     base = tile.base_block(options.min_gate, jnp.float32)
-    found = interactions(*map(flat, (q, e, k, g)), base, continuing, options.erase_before_decay)
-    scores, M, decayed = jax.tree.map(lambda y: y.reshape(n, HV, *y.shape[1:]), found)
+    # If the inverses are known, only gradients need the scores of erase keys.
+    found = interactions(
+        [flat(y) for y in readers], flat(k), flat(g), base, continuing, options.erase_before_decay, x.solved
+    )
+    scores, decayed = jax.tree.map(lambda y: y.reshape(n, HV, *y.shape[1:]), found)
     if masks is not None:
-        scores, M = (jnp.where(masks.same[:, None], y, 0.0) for y in (scores, M))
-    (q_start, e_start), k_end, through = x.within_sequence(decayed[:2], decayed[2], decayed.through)
+        scores = [jnp.where(masks.same[:, None], y, 0.0) for y in scores]
+    (*q_start, e_start), k_end, through = x.within_sequence(*decayed)
     return chunks.Form(
         through=jnp.swapaxes(through, 2, 3),
         k=k_end,
-        q=None if x.q is None else q_start,
-        scores=None if x.q is None else scores,
-        A=jnp.where(tiles.strictly_lower(C), M * x.beta, 0.0),
+        q=q_start[0] if q_start else None,
+        scores=scores[0] if q_start else None,
+        A=jnp.where(tiles.strictly_lower(C), scores[-1] * x.beta, 0.0),
         e=e_start,
         beta=jnp.swapaxes(x.beta, 2, 3),
     )
