@@ -76,19 +76,23 @@ def make_cache(name: str, N: int, seed=1) -> layers.Cache:
     return layers.Cache(conv, normal(N, config.HV, config.K, config.V))
 
 
-def oracle(name: str, x, w, cache: layers.Cache | None = None, **packing) -> tuple[np.ndarray, layers.Cache]:
-    """Return y and the cache after a layer, in float64."""
-    c = LAYERS[name].config
+def oracle(
+    name: str, x, w, cache: layers.Cache | None = None, config=None, **packing
+) -> tuple[np.ndarray, layers.Cache]:  # fmt: skip
+    """Return y and the cache after a layer, in float64, of the config in `LAYERS` or of another one."""
+    c = config or LAYERS[name].config
     x, w = np.asarray(x, np.float64), jax.tree.map(lambda y: np.asarray(y, np.float64), w)
     if name in BY_COMPOSITION:
         return BY_COMPOSITION[name](c, x, w, cache, packing)
     heads, state = (c.H, c.H, c.HV), None if cache is None else cache.state
     by_head = lambda y, count: y.reshape(*x.shape[:2], count, -1)
     projected, conv, options = [x @ w.q, x @ w.k, x @ w.v], [], packing | dict(initial_state=state)
+    if name == "mamba2_mixer":
+        *projected, z, dt = mamba2_projections(c, x, w)
     if c.channels:
         for i in range(3):
             projected[i], last = conv_norm_oracle.causal_conv1d(
-                projected[i], w.conv[i], w.bias[i] if hasattr(w, "bias") else None,
+                projected[i], w.conv[i], w.bias[i] if getattr(w, "bias", ()) else None,
                 None if cache is None else cache.conv[i], name="silu", **packing,
             )  # fmt: skip
             conv.append(last)
@@ -118,17 +122,28 @@ def oracle(name: str, x, w, cache: layers.Cache | None = None, **packing) -> tup
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
         y = conv_norm_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
     elif name == "mamba2_mixer":
-        dt = np.clip(np.logaddexp(x @ w.dt + w.dt_bias, 0), *c.dt_limit)
+        dt = np.clip(np.logaddexp(dt + w.dt_bias, 0), *c.dt_limit)
         o, state = reference(q, k, dt[..., None] * v, -np.exp(w.A_log) * dt, scale=1.0, **options)
-        o, z = o + w.skip[:, None] * v, x @ w.z
-        y = conv_norm_oracle.rms_norm_gated(
-            by_head(o, c.H), by_head(z, c.H), w.norm.reshape(c.H, -1), norm_before_gate=False, eps=c.eps
-        )
+        o, z = by_head(o + w.skip[:, None] * v, c.H), by_head(z, c.H)
+        if c.norm is None:
+            y = o * silu(z)
+        else:
+            first, norm = c.norm == "before", w.norm.reshape(c.H, -1)
+            y = conv_norm_oracle.rms_norm_gated(o, z, norm, norm_before_gate=first, eps=c.eps)
+        y = y.reshape(*x.shape[:2], -1) @ w.out
+        return (y + w.out_bias if c.out_bias else y), layers.Cache(tuple(conv), state)
     else:
         slope = 2.0 ** (-8 * np.arange(1, c.HV + 1) / c.HV) * (1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5)
         o, state = reference(q, k, v, g_gamma=-slope, scale=1.0, **options)
         y = conv_norm_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
     return y.reshape(*x.shape[:2], -1) @ w.out, layers.Cache(tuple(conv), state)
+
+
+def mamba2_projections(c: layers.Mamba2Config, x, w) -> list[np.ndarray]:
+    """Return q, k, v, z and dt with their biases and factors, which the config has in the order of a file."""
+    z, v, k, q, dt = c.multipliers
+    of = zip((w.q, w.k, w.v, w.z, w.dt), w.in_bias or (0.0,) * 5, (q, k, v, z, dt), strict=True)
+    return [(x @ weight * c.in_multiplier + bias) * factor for weight, bias, factor in of]
 
 
 def convolve(projected: list, weights, cache: layers.Cache | None, packing: dict, name: str | None = "silu"):

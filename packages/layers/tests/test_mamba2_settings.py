@@ -1,4 +1,4 @@
-"""The settings of Mamba-2's mixer in which hybrid models differ, from a checkpoint, against the recurrence in numpy."""
+"""The settings of Mamba-2's mixer in which hybrid models differ, from a checkpoint, against the layer in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 from chunkwise.layers import Mamba2Config, init_mamba2_mixer, load_mamba2_mixer, mamba2_mixer, shardings
 from chunkwise.shared.testing.compare import assert_close
+from tests.layer_oracle import oracle
 
 T, D, H, HV, K, V, W = 5, 6, 2, 4, 3, 2, 4
 CHANNELS = HV * V + 2 * H * K
@@ -32,40 +33,9 @@ def checkpoint(c: Mamba2Config) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def normed(o, weight, eps):
-    groups = o.reshape(T, H, -1)
-    return weight * (groups / np.sqrt(np.mean(groups**2, axis=-1, keepdims=True) + eps)).reshape(T, -1)
-
-
-def reference(named, c: Mamba2Config, x):
-    """The mixer of one row x [T, D] as Falcon-H1 has it."""
-    w = {name: y.astype(np.float64) for name, y in named.items()}
-    sizes = [HV * V, HV * V, H * K, H * K, HV]
-    projected = (x * c.in_multiplier) @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
-    projected = projected * np.repeat(c.multipliers, sizes)
-    z, u, dt = np.split(projected, [HV * V, HV * V + CHANNELS], axis=1)
-    padded = np.concatenate([np.zeros((W - 1, CHANNELS)), u])
-    u = sum(padded[i : i + T] * w["conv1d.weight"][:, 0, i] for i in range(W)) + w.get("conv1d.bias", 0)
-    v, k, q = np.split(silu(u), [HV * V, HV * V + H * K], axis=1)
-    v, k, q = v.reshape(T, HV, V), *(np.repeat(y.reshape(T, H, K), HV // H, axis=1) for y in (k, q))
-    dt = np.log1p(np.exp(dt + w["dt_bias"]))
-    state, o = np.zeros((HV, K, V)), np.zeros((T, HV, V))
-    for t in range(T):
-        state = np.exp(-np.exp(w["A_log"]) * dt[t])[:, None, None] * state
-        state += k[t][:, :, None] * (dt[t][:, None] * v[t])[:, None]
-        o[t] = np.einsum("hkv,hk->hv", state, q[t]) + w["D"][:, None] * v[t]
-    o = o.reshape(T, -1)
-    if c.norm == "after":
-        o = normed(o * silu(z), w["norm.weight"], c.eps)
-    elif c.norm == "before":
-        o = normed(o, w["norm.weight"], c.eps) * silu(z)
-    else:
-        o = o * silu(z)
-    return o @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
+def parts(x: np.ndarray, *sizes: int) -> list[np.ndarray]:
+    """Return the parts of the last dimension of x."""
+    return np.split(x, np.cumsum(sizes)[:-1], axis=-1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -73,8 +43,18 @@ def test_settings(name):
     config = Mamba2Config(D, H, HV, K, V, W, **CONFIGS[name])
     named, x = checkpoint(config), np.random.default_rng(1).standard_normal((1, T, D), np.float32)
     weights = load_mamba2_mixer(named, config)
+    # A file has z, x, B, C and dt: v, k and q are x, B and C.
+    order, sizes = ("z", "v", "k", "q", "dt"), (HV * V, HV * V, H * K, H * K, HV)
+    of_file = dict(zip(order, parts(named["in_proj.weight"].T, *sizes), strict=True))
+    of_file["conv"] = tuple(y.T for y in parts(named["conv1d.weight"][:, 0].T, *sizes[1:4]))[::-1]
+    if config.conv_bias:
+        of_file["bias"] = tuple(parts(named["conv1d.bias"], *sizes[1:4]))[::-1]
+    if config.in_bias:
+        biases = dict(zip(order, parts(named["in_proj.bias"], *sizes), strict=True))
+        of_file["in_bias"] = tuple(biases[part] for part in ("q", "k", "v", "z", "dt"))
+    jax.tree.map(np.testing.assert_array_equal, {part: getattr(weights, part) for part in of_file}, of_file)
     y, _ = jax.jit(lambda x, weights: mamba2_mixer(x, weights, config))(x, weights)
-    assert_close("y", y[0], reference(named, config, x[0].astype(np.float64)), 1e-5)
+    assert_close("y", y, oracle("mamba2_mixer", x, weights, config=config)[0], 1e-5)
     made = jax.eval_shape(lambda: init_mamba2_mixer(jax.random.key(0), config))
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, weights)
     assert jax.tree.structure(shardings(config, {}).weights) == jax.tree.structure(made)

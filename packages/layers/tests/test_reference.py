@@ -25,8 +25,8 @@ def but_for(*quick: str):
 
 THOROUGH = dict(
     test_packed_sequences=but_for("mamba2_mixer", "gated_delta_product"),
-    # Operators and convolutions have segments of their own, and a layer hands the ids on: see an id of padding.
-    test_segments=True,
+    # Operators and convolutions have segments of their own, and all layers hand the ids on in the same way.
+    test_segments=but_for("gated_delta_net"),
     test_an_id_of_padding=lambda name: name != "lightning_attention",
     # What a layer does with padding is the same for all layers; a bias is an output of its own.
     test_padding_may_hold_anything=lambda name, form: (

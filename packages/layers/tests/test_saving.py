@@ -70,6 +70,23 @@ def test_to_the_bit(tmp_path, name, model):
     assert_same(getattr(layers, f"load_{name}")(read, config, QWEN), weights)
 
 
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_wrong_checkpoint(name, model):
+    """A name that is missing, whichever it is, a name too many, and an array of another shape."""
+    config = LAYERS[name][model]
+    named = getattr(layers, f"save_{name}")(random_weights(name, config), config, QWEN, model)
+    load = lambda named: getattr(layers, f"load_{name}")(named, config, QWEN)
+    for key, x in named.items():
+        others = {other: y for other, y in named.items() if other != key}
+        with pytest.raises(ValueError, match=r"`named` must have '.*'; got neither, but \["):
+            load(others)
+        # A decay may have zeros behind it.
+        with pytest.raises(ValueError, match=r"`named` must have '.*' (of shape \(|with zeros after)"):
+            load(others | {key: np.ones((*x.shape[:-1], x.shape[-1] + 1))})
+    with pytest.raises(ValueError, match=r"no weights that the layer lacks; got \['k_conv1d\.other'\]"):
+        load(named | {f"{QWEN}k_conv1d.other": np.zeros(3)})
+
+
 def test_layouts_differ():
     """Each layout has names of its own, so a test of the way back cannot pass by another layout."""
     weights = random_weights("gated_delta_net", GDN)
