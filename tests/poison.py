@@ -9,6 +9,7 @@ import numpy as np
 
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.testing import compare, conv_norm_oracle
+from chunkwise.shared.testing.inputs import boundaries
 
 # Arrays that are not tokens [B, T, ...]: one entry for every sequence [N, ...], one for every chunk [B, NT, ...].
 STATES = frozenset({"initial_state", "final_state"})
@@ -73,6 +74,28 @@ def assert_isolated(
                     poisoned = [got[y][owners.mask(y) == n] for y in results]
                     seen = not all(np.isfinite(y.astype(np.float64)).all() for y in poisoned)
                     assert seen, f"{what} is hidden: all of its results are finite"
+
+
+def assert_operator_isolated(
+    operator: Callable, make: Callable[..., dict[str, jax.Array]], of: str, lengths: Collection[int], **options
+) -> None:
+    """Fail unless an operator in chunks of 16 tokens isolates sequences: heads of one sequence may spoil one another.
+
+    Args:
+      operator: its function over chunks.
+      make: from rows, tokens and the named number of states to inputs by name.
+      of: "rows" or "sequences", the sequences of a pack, or either of them "with states".
+      lengths: of the sequences of a pack of 52 tokens; the rest is padding.
+      **options: of the operator.
+    """
+    states, cu_seqlens = "states" in of, boundaries(*lengths) if "sequences" in of else None
+    B, T, N = (2, 20, 2) if cu_seqlens is None else (1, 52, len(lengths))
+
+    def run(x, cu_seqlens):
+        o, state = operator(**x, output_final_state=states, cu_seqlens=cu_seqlens, chunk_size=16, **options)
+        return dict(o=o, final_state=state) if states else dict(o=o)
+
+    assert_isolated(run, make(B, T, num_states=N if states else 0), cu_seqlens, shared=("g_gamma",))
 
 
 class _Owners:

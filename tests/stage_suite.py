@@ -320,17 +320,7 @@ class TransformTests(OfStage):
 
 
 class PackTests(OfStage):
-    """Boundaries of packed sequences: traced ones, and wrong ones."""
-
-    # The pipeline has new boundaries of the chain of all stages.
-    THOROUGH: ClassVar = dict(test_boundaries_are_traced=True)
-
-    @both
-    def test_boundaries_are_traced(self, implementation):
-        x = self.stage.arrays(small(lengths=(1, 0, 19)))
-        batches = [(x, inputs.boundaries(*lengths)) for lengths in [(1, 0, 19), (16, 2, 2)]]
-        run = lambda x, cu_seqlens: self.stage.run(implementation, cu_seqlens=cu_seqlens)(x)
-        transforms.assert_traced_once(run, *batches)
+    """Wrong boundaries of packed sequences; the tests of isolation have traced ones."""
 
     def test_wrong_boundaries(self):
         run, x = self.stage.run, self.stage.specs(small())

@@ -13,10 +13,8 @@ from chunkwise.shared.testing.compare import assert_close, with_gradients
 from tests.compiled import traffic
 from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh, place, run_of, spec_of
 
-THOROUGH = dict.fromkeys(
-    ["test_tokens_of_the_caller_and_heads_of_the_operator", "test_inside_a_shard_map_over_some_axes"],
-    lambda check_vma: not check_vma,
-) | dict(
+THOROUGH = dict(
+    test_inside_a_shard_map_over_some_axes=lambda check_vma: not check_vma,
     test_vmap_and_gradient=True,
     test_scan_over_layers=True,
     # Tokens that are split have the map of the states, too.
@@ -150,32 +148,17 @@ def test_export(spec):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_inside_a_shard_map_over_some_axes(mode, check_vma):
-    """The caller holds the rows, the operator divides the heads."""
+@pytest.mark.parametrize("held", ["rows", "tokens"])
+def test_inside_a_shard_map_over_some_axes(held, mode, check_vma):
+    """The caller holds rows or tokens, the operator divides the heads."""
     x, cotangents, want = example()
-    mesh, spec = make_mesh((2, 2), mode), P("a", None, "b")
-    options = dict(sharding=spec) if mode == "automatic" else {}
-    rows = lambda arrays: dict.fromkeys(arrays, P("a"))
+    axis, options = (P("a"), {}) if held == "rows" else (P(None, "a"), dict(context_axis="a"))
+    mesh, spec = make_mesh((2, 2), mode), P(*axis, *[None] * (2 - len(axis)), "b")
+    options |= dict(sharding=spec) if mode == "automatic" else {}
+    of = lambda arrays: {n: spec_of(n, y.ndim, axis) for n, y in arrays.items()}
     run = jax.shard_map(
-        lambda x: run_of(NAME, "xla", **options)(x, {}), mesh=mesh, axis_names={"a"}, in_specs=(rows(x),),
-        out_specs=rows(("o", "final_state")), check_vma=check_vma,
-    )  # fmt: skip
-    if mode == "explicit":
-        x, cotangents = (place(y, mesh, spec) for y in (x, cotangents))
-    with jax.set_mesh(mesh):
-        assert_same(jax.jit(with_gradients(lambda x, _: run(x)))(x, {}, cotangents), want)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_tokens_of_the_caller_and_heads_of_the_operator(mode, check_vma):
-    x, cotangents, want = example()
-    mesh, spec = make_mesh((2, 2), mode), P(None, "a", "b")
-    options = dict(sharding=spec) if mode == "automatic" else {}
-    tokens = lambda arrays: {n: spec_of(n, y.ndim, P(None, "a")) for n, y in arrays.items()}
-    run = jax.shard_map(
-        lambda x: run_of(NAME, "xla", context_axis="a", **options)(x, {}), mesh=mesh, axis_names={"a"},
-        in_specs=(tokens(x),), out_specs=tokens(cotangents), check_vma=check_vma,
+        lambda x: run_of(NAME, "xla", **options)(x, {}), mesh=mesh, axis_names={"a"}, in_specs=(of(x),),
+        out_specs=of(cotangents), check_vma=check_vma,
     )  # fmt: skip
     if mode == "explicit":
         x, cotangents = (place(y, mesh, spec) for y in (x, cotangents))
@@ -190,17 +173,3 @@ def test_shard_map_of_the_caller_over_all_axes():
     run = jax.shard_map(lambda x: chunk_gated_delta_rule(**x)[0], mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     placed = {n: jax.device_put(y, NamedSharding(mesh, P("a"))) for n, y in x.items()}
     assert_close("o", jax.jit(run)(placed), want["o"], 1e-6)
-
-
-def test_new_boundaries_compile_nothing():
-    x, traces = inputs_of(NAME, B=1, T=16, states=3), []
-    run, _ = divided(DIVISIONS["tokens"])
-
-    @jax.jit
-    def counted(x):
-        traces.append(x)
-        return run(x)
-
-    for cu_seqlens in ([0, 3, 9, 16], [0, 0, 16, 16]):
-        counted(x | {"cu_seqlens": jnp.array(cu_seqlens, jnp.int32)})
-    assert len(traces) == 1

@@ -86,7 +86,6 @@ THOROUGH = dict(
     test_activations=lambda bias, activation: not bias or activation != "sigmoid",
     test_gradients_of_plain_jax_are_those_of_the_definition=lambda batch: batch == "row-of-padding",
     test_gradients_of_the_kernel_are_those_of_plain_jax=lambda batch, states: not states or batch != "packed",
-    test_two_halves_are_the_whole=lambda implementation, cuts: (implementation, cuts) != ("pallas", (2,)),
 )
 
 
@@ -174,21 +173,6 @@ def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
         for name, d in gradients("pallas", x | dict(x=spoilt[0]), (spoilt[1], dfinal)).items():
             assert d.dtype == dtype
             assert_close(f"d{name}", d, want[name], GRADIENT_TOLERANCE[dtype.dtype.name])
-
-
-@pytest.mark.parametrize(("implementation", "cuts"), [("xla", (1, 2, 7)), ("pallas", (2,)), ("pallas", (1, 7))])
-def test_two_halves_are_the_whole(implementation, cuts):
-    """The final state of the first half is what the second half continues from."""
-    x = Batch(B=2, T=12, D=3).inputs(True)
-    whole, last = causal_conv1d(**x, output_final_state=True, implementation=implementation)
-    for cut in cuts:
-        parts, state = [], x["initial_state"]
-        for half in (x["x"][:, :cut], x["x"][:, cut:]):
-            y, state = causal_conv1d(**x | dict(x=half, initial_state=state), output_final_state=True,
-                                     implementation=implementation)  # fmt: skip
-            parts.append(y)
-        assert_close("y", jnp.concatenate(parts, axis=1), whole, 1e-6)
-        np.testing.assert_array_equal(state, last)
 
 
 @pytest.mark.parametrize("before", [jnp.float32, jnp.bfloat16, jnp.float16, None])

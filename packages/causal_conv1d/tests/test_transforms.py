@@ -1,4 +1,4 @@
-"""The tests of all stages that fit the convolution, and one compilation for all ids of segments."""
+"""The tests of all stages that fit the convolution."""
 
 from typing import ClassVar
 
@@ -7,7 +7,6 @@ import numpy as np
 
 from chunkwise.causal_conv1d import causal_conv1d
 from tests import stage_suite as stages
-from tests import transforms
 
 RNG = np.random.default_rng(0)
 WEIGHT = jnp.asarray(RNG.standard_normal((5, 4)), jnp.float32)
@@ -21,10 +20,7 @@ def tokens(case):
 
 class TestConvolution(stages.TransformTests, stages.PackTests, stages.ErrorTests):
     # Nothing else runs its kernel in these modes.
-    THOROUGH: ClassVar = dict(
-        test_64_bits_and_strict_promotion=lambda implementation: implementation == "xla",
-        test_boundaries_are_traced=lambda implementation: implementation == "xla",
-    )
+    THOROUGH: ClassVar = dict(test_64_bits_and_strict_promotion=lambda implementation: implementation == "xla")
     stage = stages.StageSpec(
         function=causal_conv1d,
         arguments=("x", "initial_state"),
@@ -34,10 +30,3 @@ class TestConvolution(stages.TransformTests, stages.PackTests, stages.ErrorTests
         options=dict(output_final_state=True, activation="silu"),
         split=("x", "initial_state"),
     )
-
-
-@stages.both
-def test_ids_are_traced(implementation):
-    run = lambda x, ids: causal_conv1d(x, WEIGHT, segment_ids=ids, implementation=implementation)[0]
-    x = jnp.asarray(RNG.standard_normal((2, 20, 5)), jnp.float32)
-    transforms.assert_traced_once(run, *((x, jnp.asarray(RNG.integers(-1, 3, (2, 20)), jnp.int32)) for _ in range(2)))

@@ -137,77 +137,63 @@ def compiled_step(implementation: str, block: int):
     return jax.jit(run)
 
 
+TOKENS, N, U, SLOTS, BLOCK = 40, 4, 3, 40, 8
+
+
+def draw_step(rng, dtype=jnp.float32, pool_dtype=jnp.float32):
+    """Return the tokens of a step and a pool."""
+    shapes = ((1, TOKENS, D), dtype), ((SLOTS, W - 1, D), pool_dtype)
+    return [rng.standard_normal(shape).astype(kind) for shape, kind in shapes]
+
+
+def assert_step(implementation: str, rng, with_reads: bool, given_of, dtype=jnp.float32, pool_dtype=jnp.float32):
+    """Compare a random step of decodes, speculation, prefills, shared prefixes and blocks with a pool in plain Python.
+
+    The operator gets what `given_of` makes of the step, and must take it for the step.
+    """
+    _, weight, bias, _ = inputs()
+    schedule, (x, pool) = make_schedule(rng, N, U, SLOTS, with_reads), draw_step(rng, dtype, pool_dtype)
+    used = schedule["cu_seqlens"][schedule["num_sequences"]]
+    x[:, used:] = np.nan
+    y, after = compiled_step(implementation, BLOCK)(x, pool, weight, bias, given_of(schedule))
+    oracle = Oracle(convolution(np.asarray(weight, np.float64), np.asarray(bias, np.float64)), BLOCK, pool)
+    want, _ = oracle.run({"x": x}, schedule)
+    assert (y.dtype, after.dtype) == (dtype, pool_dtype)
+    # Half a unit in the last place.
+    rounding = float(jnp.finfo(dtype).eps) / 2 if dtype != jnp.float32 else 0.0
+    np.testing.assert_allclose(np.asarray(y[0, :used], np.float64), want.reshape(-1, D), rtol=rounding, atol=1e-5)
+    assert not np.any(y[0, used:])
+    states = np.stack([oracle.states[slot] for slot in range(SLOTS)]).astype(pool_dtype)
+    np.testing.assert_array_equal(np.asarray(after), states)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_what_does_not_exist_is_none_in_a_step(implementation):
     """Slots past the end, counts and boundaries that do not fit: the rest of the step is as if they were right."""
-    tokens, N, U, slots, block = 40, 4, 3, 40, 8
-    rng, (_, weight, bias, _) = np.random.default_rng(5), inputs()
+    rng = np.random.default_rng(5)
     for turn in range(12):
-        right = make_schedule(rng, N, U, slots, with_reads=turn % 2 == 1)
-        given = make_wrong(Random(turn), right, slots, tokens)
-        x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
-        y, after = compiled_step(implementation, block)(x, pool, weight, bias, given)
-        oracle = Oracle(convolution(np.asarray(weight), np.asarray(bias)), block, pool)
-        want, _ = oracle.run({"x": x}, right)
-        np.testing.assert_allclose(y[0, : len(want)], want.reshape(-1, D), atol=1e-5)
-        assert not np.any(y[0, len(want) :])
-        np.testing.assert_array_equal(after, np.stack([oracle.states[slot] for slot in range(slots)]))
-
-
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_rubbish_stays_in_the_pool(implementation):
-    """Whatever the arrays of a step hold, a slot that they do not name keeps every bit."""
-    tokens, N, U, slots, block = 40, 4, 3, 40, 8
-    rng, (_, weight, bias, _) = np.random.default_rng(6), inputs()
-    for turn in range(12):
-        schedule = make_rubbish(Random(turn), N, U, 1, slots, tokens, with_reads=turn % 2 == 1)
-        x, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, tokens, D), (slots, W - 1, D)))
-        y, after = compiled_step(implementation, block)(x, pool, weight, bias, schedule)
-        named = {*schedule["state_indices"].flat, *schedule["block_state_indices"].flat}
-        others = np.array([slot for slot in range(slots) if slot not in named])
-        np.testing.assert_array_equal(after[others], pool[others])
-        assert np.all(np.isfinite(y))
+        wrong = lambda step, turn=turn: make_wrong(Random(turn), step, SLOTS, TOKENS)
+        assert_step(implementation, rng, turn % 2 == 1, wrong)
 
 
 @pytest.mark.parametrize(("implementation", "pool_dtype"), POOLS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_serving_steps(implementation, dtype, pool_dtype):
-    """Random steps of decodes, speculation, prefills, shared prefixes and blocks, against a pool in plain Python.
-
-    An input is rounded to the type of the pool when it is stored, once: it keeps its bits as long as it is there.
-    """
-    tokens, N, U, slots, block = 40, 4, 3, 40, 8
+    """An input is rounded to the type of the pool when it is stored, once: it keeps its bits as long as it is there."""
     rng = np.random.default_rng(4)
-    _, weight, bias, _ = inputs()
-
     for turn in range(4):
-        schedule = make_schedule(rng, N, U, slots, with_reads=turn % 2 == 1)
-        sequences, decodes, cu_seqlens = (schedule[name] for name in ("num_sequences", "num_decodes", "cu_seqlens"))
-        lengths = np.diff(cu_seqlens[: sequences + 1])
-        x, pool = (
-            rng.standard_normal(shape).astype(kind)
-            for shape, kind in (((1, tokens, D), dtype), ((slots, W - 1, D), pool_dtype))
-        )
-        x[:, cu_seqlens[sequences] :] = np.nan
-        y, after = compiled_step(implementation, block)(x, pool, weight, bias, schedule)
-        want, states = np.zeros((tokens, D)), pool.copy()
-        for n, length in enumerate(lengths):
-            row = schedule["state_indices"][n]
-            slot = row[schedule["num_accepted_tokens"][n] - 1] if turn % 2 == 0 else schedule["read_indices"][n]
-            known = slot >= 0 and schedule["has_initial_state"][n]
-            opening = pool[slot] if known else np.zeros((W - 1, D))
-            history = np.concatenate([y.astype(np.float64) for y in (opening, x[0, cu_seqlens[n] :])])
-            for t in range(length):
-                window = history[t : t + W]
-                want[cu_seqlens[n] + t] = np.sum(window * np.asarray(weight).T, axis=0) + bias
-                if n < decodes and row[t] >= 0:
-                    states[row[t]] = window[1:]
-                if n >= decodes and t + 1 == block:
-                    states[schedule["block_state_indices"][n, 0]] = window[1:]
-                if n >= decodes and t + 1 == length and row[0] >= 0:
-                    states[row[0]] = window[1:]
-        assert (y.dtype, after.dtype) == (dtype, pool_dtype)
-        # Half a unit in the last place.
-        rounding = float(jnp.finfo(dtype).eps) / 2 if dtype != jnp.float32 else 0.0
-        np.testing.assert_allclose(np.asarray(y[0], np.float64), want, rtol=rounding, atol=1e-5)
-        np.testing.assert_array_equal(np.asarray(after), states)
+        assert_step(implementation, rng, turn % 2 == 1, lambda step: step, dtype, pool_dtype)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_rubbish_stays_in_the_pool(implementation):
+    """Whatever the arrays of a step hold, a slot that they do not name keeps every bit."""
+    rng, (_, weight, bias, _) = np.random.default_rng(6), inputs()
+    for turn in range(12):
+        schedule = make_rubbish(Random(turn), N, U, 1, SLOTS, TOKENS, with_reads=turn % 2 == 1)
+        x, pool = draw_step(rng)
+        y, after = compiled_step(implementation, BLOCK)(x, pool, weight, bias, schedule)
+        named = {*schedule["state_indices"].flat, *schedule["block_state_indices"].flat}
+        others = np.array([slot for slot in range(SLOTS) if slot not in named])
+        np.testing.assert_array_equal(after[others], pool[others])
+        assert np.all(np.isfinite(y))

@@ -1,15 +1,17 @@
 """What is not finite in one sequence must not change one bit of another, nor of another row of a batch."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from tests.poison import assert_isolated
+from tests.poison import assert_operator_isolated
 
 # The first chunk ends inside a sequence, the second begins with a new one; one is empty; padding follows.
-PACKED, T_PACKED = boundaries(5, 0, 20, 7, 16), 52
+LENGTHS = (5, 0, 20, 7, 16)
 QUICK = ("sequences", jnp.float32, "fused")
 THOROUGH = dict(
     test_isolated=lambda of, dtype, implementation: (of, dtype, implementation) != QUICK,
@@ -29,26 +31,16 @@ THOROUGH = dict(
     ],
 )
 def test_isolated(of, dtype, config, implementation):
-    """Heads of one sequence may spoil one another: `chunk_gated_delta_rule` says so."""
-    states, cu_seqlens = "states" in of, PACKED if "sequences" in of else None
-    B, T, N = (2, 20, 2) if cu_seqlens is None else (1, T_PACKED, len(PACKED) - 1)
-    x = make_inputs(B, T, 1, 2, 16, 16, dtype=dtype, num_states=N if states else 0)
-
-    def run(x, cu_seqlens):
-        o, state = chunk_gated_delta_rule(
-            **x, output_final_state=states, cu_seqlens=cu_seqlens, chunk_size=16, implementation=implementation,
-            config=config if implementation == "fused" else None,
-        )  # fmt: skip
-        return dict(o=o, final_state=state) if states else dict(o=o)
-
-    assert_isolated(run, x, cu_seqlens)
+    make = functools.partial(make_inputs, H=1, HV=2, K=16, V=16, dtype=dtype)
+    options = dict(implementation=implementation, config=config if implementation == "fused" else None)
+    assert_operator_isolated(chunk_gated_delta_rule, make, of, LENGTHS, **options)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_a_spoilt_sequence_stays_so(implementation):
     """From the first chunk that is not finite to its last token, over chunks that it shares and chunks of its own."""
-    x = make_inputs(1, T_PACKED, 1, 2, 16, 16)
+    x = make_inputs(1, 52, 1, 2, 16, 16)
     x["v"] = x["v"].at[0, 6, 0, 3].set(jnp.nan)
     o, _ = chunk_gated_delta_rule(**x, cu_seqlens=boundaries(5, 40), chunk_size=16, implementation=implementation)
     spoilt = np.isnan(np.asarray(o[0])).any(axis=(1, 2))
-    np.testing.assert_array_equal(spoilt, [5 <= t < 45 for t in range(T_PACKED)])
+    np.testing.assert_array_equal(spoilt, [5 <= t < 45 for t in range(52)])

@@ -1,30 +1,14 @@
 """Several chunks a grid step, interpreted, against the float64 recurrence."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.inputs import make_inputs
-from tests.recurrence import assert_recurrence
-from tests.traced import launches
+from tests import several_chunks_suite
 
-
-def run(chunks, output_final_state=True, use_qk_l2norm_in_kernel=False, **x):
-    """Return the output and the final states of chunks of 16, so many of them in a grid step."""
-    config = Config(2, 2, chunks)
-    call = lambda x: chunk_gated_delta_rule(
-        **x, output_final_state=True, chunk_size=16, implementation="fused", config=config,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-    T, HV = x["v"].shape[1:3]
-    gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
-    # Beside the steps of a row, a launch has those in which its later stages still have chunks.
-    rows, steps, more = len(x["v"]) * HV // 2, -(-T // (chunks * 16)), dict(fwd=2, states=1, bwd=0)
-    for name, count, _, _ in launches(call, x) + launches(gradients, x):
-        assert count == rows * (steps + more[name.split("_")[-2]])
-    return call(x)
+MORE = dict(fwd=2, states=1, bwd=0)
+KERNEL = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Config(2, 2, chunks), MORE)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +24,8 @@ def run(chunks, output_final_state=True, use_qk_l2norm_in_kernel=False, **x):
 )
 def test_values_and_gradients(dtype, sizes, more):
     x = make_inputs(*sizes, dtype=dtype, **more)
-    unit = not more.get("normalise", True)
-    assert_recurrence(run, x, chunks=3, use_qk_l2norm_in_kernel=unit, output_final_state=True)
+    KERNEL.assert_values_and_gradients(x, normalise=not more.get("normalise", True))
 
 
 def test_rows_are_isolated():
-    """What a row leaves in fast memory is not in the next one, not even NaN."""
-    x = make_inputs(3, 130, 1, 2, 24, 40)
-    spoilt = x | {"v": x["v"].at[0, 5].set(jnp.nan)}
-    for found, expected in zip(run(2, **spoilt), run(2, **x), strict=True):
-        np.testing.assert_array_equal(found[1:], expected[1:])
-        assert np.isnan(found[0]).any()
+    KERNEL.assert_rows_are_isolated(make_inputs(3, 130, 1, 2, 24, 40))

@@ -78,7 +78,7 @@ def assert_served(got, want):
 # Two decodes, a prompt that goes on from a slot of another, and a new one in a slot that holds something; the rest of
 # the stream and of the requests is padding.
 MIXED = dict(
-    query_start_loc=jnp.asarray([0, 1, 2, 9, 20, 20], jnp.int32),
+    query_start_loc=jnp.asarray([0, 1, 2, 9, 20, 23], jnp.int32),
     state_indices=jnp.asarray([3, 7, 1, 5, 0], jnp.int32),
     distribution=jnp.asarray([2, 2, 4], jnp.int32),
     seq_lens=jnp.asarray([9, 4, 30, 11, 0], jnp.int32),

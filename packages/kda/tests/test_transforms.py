@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.kda import chunk_kda
-from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.tpu import text_for_tpu
 
@@ -18,29 +17,8 @@ NAMES = ("q", "k", "v", "g", "beta")
 HEADS = PartitionSpec(None, None, "data")
 
 THOROUGH = dict(
-    test_shard_map=lambda implementation: implementation == "fused",
     test_gradient_passes_the_check_of_shard_map=lambda replicated: replicated != NAMES,
 )
-
-
-def arguments(B=2):
-    x = make_inputs(B, 20, 1, 1, 16, 8, per_channel=True)
-    return tuple(x[name] for name in NAMES)
-
-
-def run(implementation, *x):
-    return chunk_kda(*x, chunk_size=16, implementation=implementation)[0]
-
-
-@both
-def test_shard_map(implementation):
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    rows = PartitionSpec("data")
-    x = arguments()
-    # The interpreter of Pallas kernels lacks the check of varying axes; compiled kernels pass it.
-    options = dict(mesh=mesh, in_specs=(rows,) * 5, out_specs=rows, check_vma=implementation == "xla")
-    sharded = jax.jit(jax.shard_map(functools.partial(run, implementation), **options))
-    assert_close("o", sharded(*x), run(implementation, *x), STAGE_TOLERANCE)
 
 
 @both

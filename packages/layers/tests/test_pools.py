@@ -20,7 +20,7 @@ LAYERS = {
 }
 QUICK_CACHES = ("gated_delta_net", "int8", 8), ("mamba2_mixer", "bfloat16", 0)
 THOROUGH = dict(
-    test_drafts=lambda layer: layer != "lightning_attention",
+    test_drafts=lambda layer: layer != "gated_delta_net",
     # A request moves between two processes in the tests above the packages.
     test_requests_move=True,
     test_read_and_written=lambda layer, dtype, replay: (layer, dtype, replay) not in QUICK_CACHES,

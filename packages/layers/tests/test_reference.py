@@ -102,12 +102,13 @@ def test_padding_may_hold_anything(name, form):
         biases = jax.tree.map(lambda y: y + 0.5, (biased.in_bias, biased.out_bias))
         w = w._replace(in_bias=biases[0], out_bias=biases[1])
     real = IDS >= 0 if form == "rows" else (np.arange(21) < PACKED[-1])[None]
-    at = Step(PACKED, np.arange(4, dtype=np.int32), num_sequences=np.int32(4))
+    # What follows the sequences that exist holds anything, too.
+    at = Step(np.array([*PACKED, 400], np.int32), np.arange(5, dtype=np.int32), num_sequences=np.int32(4))
     options = {"rows": dict(segment_ids=IDS), "packed": dict(cu_seqlens=PACKED)}
 
     def run(x, w):
         if form == "serving step":
-            return layer.ragged(x, w, config, empty_cache(config, 4), at, implementation="xla")[0]
+            return layer.ragged(x, w, config, empty_cache(config, 5), at, implementation="xla")[0]
         return layer.run(x, w, config, **options[form], implementation="xla")[0]
 
     @jax.jit

@@ -72,14 +72,6 @@ def test_scale_is_one_number(operator):
             operator.function(**x, scale=wrong)
 
 
-@pytest.mark.parametrize("operator", [x for x in OPERATORS.values() if "kda" in x.name], ids=lambda x: x.name)
-@pytest.mark.parametrize("wrong", [1.0, "-5", True, jnp.array(-5.0)], ids=repr)
-def test_min_gate_is_a_number(operator, wrong):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"`min_gate` must be None or a number <= 0.*; got"):
-        operator.function(**x, min_gate=wrong)
-
-
 BOUNDED = [
     getattr(pipeline, f"{form}_{name}")
     for name in ("kda", "gdn2", "comba")

@@ -1,0 +1,49 @@
+"""Several chunks a grid step, interpreted: what the tests of kernels with such steps share."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.recurrence import assert_recurrence
+from tests.traced import launches
+
+
+class Kernel(NamedTuple):
+    """An operator whose grid steps take several chunks.
+
+    Attributes:
+      operator: its function over chunks.
+      config: from the number of chunks of a grid step to the tile sizes, of two heads.
+      more: beside the steps of a row, those of a launch in which its later stages still have chunks, by its name.
+    """
+
+    operator: Callable
+    config: Callable[[int], Any]
+    more: Mapping[str, int]
+
+    def run(self, chunks, output_final_state=True, use_qk_l2norm_in_kernel=False, **x):
+        """Return the output and the final states of chunks of 16, so many of them in a grid step; count the steps."""
+        call = lambda x: self.operator(
+            **x, output_final_state=True, chunk_size=16, implementation="fused", config=self.config(chunks),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        T, HV = x["v"].shape[1:3]
+        gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
+        rows, steps = len(x["v"]) * HV // 2, -(-T // (chunks * 16))
+        for name, count, _, _ in launches(call, x) + launches(gradients, x):
+            assert count == rows * (steps + self.more[name.split("_")[-2]])
+        return call(x)
+
+    def assert_values_and_gradients(self, x, normalise: bool) -> None:
+        """Compare three chunks a grid step with the float64 recurrence."""
+        assert_recurrence(self.run, x, chunks=3, use_qk_l2norm_in_kernel=normalise, output_final_state=True)
+
+    def assert_rows_are_isolated(self, x) -> None:
+        """What the first row leaves in fast memory is not in the next one, not even NaN."""
+        spoilt = x | {"v": x["v"].at[0, 5].set(jnp.nan)}
+        for found, expected in zip(self.run(2, **spoilt), self.run(2, **x), strict=True):
+            np.testing.assert_array_equal(found[1:], expected[1:])
+            assert np.isnan(found[0]).any()
