@@ -1,7 +1,11 @@
 """Settings of models that no file should have, and what must come of them."""
 
+import contextlib
 import dataclasses
 import math
+import random
+
+from chunkwise.layers import config_from
 
 
 def nested(depth: int, key: str | None = None):
@@ -17,6 +21,16 @@ HOSTILE = [
     math.nan, -math.inf, True, 0, -1, 1.5, b"1", {"__float__": "x"}, {"__float__": [1]}, ["nan"] * 5, [math.nan] * 5,
     [None, None], (0.0,), object(),
 ]  # fmt: skip
+
+
+def assert_sound(own: dict, expected, tables=()) -> None:
+    """Fail unless settings of which one, or three, are hostile make a ValueError or a config of right types."""
+    draw, names = random.Random(0), [*own, *tables]
+    changes = [{name: value} for name in names for value in HOSTILE]
+    changes += [{each: draw.choice(HOSTILE) for each in draw.sample(names, 3)} for _ in range(100)]
+    for change in changes:
+        with contextlib.suppress(ValueError):
+            assert is_sound(config_from(own | change, layer=2), expected), change
 
 
 def is_sound(made, expected) -> bool:

@@ -9,6 +9,7 @@ from chunkwise import layers
 from chunkwise.shared.testing import conv_norm_oracle, definitions
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import law_reference
+from tests.mlstm_definition import definition as mlstm_definition
 
 SIZES = dict(D=20, H=2, HV=4, K=12, V=8)
 
@@ -52,7 +53,12 @@ LAYERS = {
         layers.Rwkv7AttentionConfig(**SIZES | dict(H=4), R_decay=5, R_rate=6, R_gate=7),
         without_values,
     ),
+    # It has no serving step.
+    "mlstm_layer": Layer(
+        layers.MlstmLayerConfig(**SIZES, eps=1e-3, gate_soft_cap=4.0), layers.init_mlstm_layer, layers.mlstm_layer, None
+    ),
 }
+SERVED = [name for name, layer in LAYERS.items() if layer.ragged]
 
 
 def silu(x):
@@ -64,16 +70,17 @@ def make(name: str, B=2, T=21, seed=0, dtype=np.float32):
     layer, rng = LAYERS[name], np.random.default_rng(seed)
     weights = jax.jit(lambda: layer.init(jax.random.key(seed), layer.config))()
     spread = lambda w: (w + 0.2 * rng.standard_normal(w.shape)).astype(np.float32)
+    if name == "mlstm_layer":
+        # A new layer has input gates that write nearly nothing.
+        weights = weights._replace(i_bias=0 * weights.i_bias)
     weights = jax.tree.map(lambda w: spread(np.asarray(w)), weights)
     return rng.standard_normal((B, T, SIZES["D"])).astype(dtype), weights
 
 
 def make_cache(name: str, N: int, seed=1) -> layers.Cache:
     """Return a random cache of N sequences."""
-    config, rng = LAYERS[name].config, np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    conv = tuple(normal(N, config.W - 1, channels) for channels in config.channels)
-    return layers.Cache(conv, normal(N, config.HV, config.K, config.V))
+    rng, empty = np.random.default_rng(seed), layers.empty_cache(LAYERS[name].config, N)
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), empty)
 
 
 def oracle(
@@ -206,4 +213,21 @@ def rwkv7_oracle(c: layers.Rwkv7AttentionConfig, x, w, cache: layers.Cache | Non
     return y @ w.out * valid, layers.Cache(conv, state)
 
 
-BY_COMPOSITION = {"gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle}
+def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, packing: dict):
+    """The layer of xLSTM, whose state is an `MlstmState`."""
+    capped = lambda y: c.gate_soft_cap * np.tanh(y / c.gate_soft_cap)
+    heads = dict(q=x @ w.q, k=x @ w.k, v=x @ w.v).items()
+    named = {part: y.reshape(*x.shape[:2], c.HV if part == "v" else c.H, -1) for part, y in heads}
+    named |= dict(i=capped(x @ w.i + w.i_bias), f=capped(x @ w.f + w.f_bias))
+    with jax.enable_x64(True):
+        named |= {} if cache is None else dict(initial_state=cache.state)
+        wide = jax.tree.map(lambda y: np.asarray(y, np.float64), named)
+        o, state = jax.tree.map(np.asarray, mlstm_definition(wide, **packing, eps=c.divisor_eps))
+    o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + c.eps)
+    gate = conv_norm_oracle.activation(x @ w.z, "sigmoid")
+    return (o.reshape(gate.shape) * w.norm * gate) @ w.out, layers.Cache((), state)
+
+
+BY_COMPOSITION = {
+    "gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle,
+}  # fmt: skip

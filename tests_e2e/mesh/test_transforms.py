@@ -16,7 +16,6 @@ from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh,
 THOROUGH = dict(
     test_inside_a_shard_map_over_some_axes=lambda check_vma: not check_vma,
     test_vmap_and_gradient=True,
-    test_scan_over_layers=True,
     # Tokens that are split have the map of the states, too.
     test_second_derivatives=lambda spec: spec == DIVISIONS["rows-and-heads"],
 )
@@ -118,22 +117,6 @@ def test_saved_maps_are_not_made_again():
 
     # The recomputed forward would exchange the two parts of all maps, and the states before all devices.
     assert exchanges(None) - exchanges(save) == 3
-
-
-def test_scan_over_layers():
-    x, _, _ = example()
-    scales = jnp.array([1.0, 0.5, 2.0])
-
-    def gradients(run):
-        def loss(x, scales):
-            layer = jax.checkpoint(lambda v, scale: (run(x | {"v": scale * v})["o"], None))
-            return jnp.sum(jnp.sin(jax.lax.scan(layer, x["v"], scales)[0]))
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, scales)
-
-    run, _ = divided(DIVISIONS["rows-and-heads"])
-    got, want = gradients(run), gradients(lambda x: run_of(NAME, "xla")(x, {}))
-    assert_same(got[0] | {"scales": got[1]}, want[0] | {"scales": want[1]})
 
 
 @pytest.mark.parametrize("spec", DIVISIONS.values(), ids=DIVISIONS)

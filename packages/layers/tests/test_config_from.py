@@ -1,9 +1,7 @@
 """The config of a layer out of the settings of a model, as its file has them, and as `to_dict()` gives them."""
 
-import contextlib
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from chunkwise.layers import (
     MlstmLayerConfig,
     config_from,
 )
-from tests.hostile_settings import HOSTILE, is_sound
+from tests.hostile_settings import assert_sound
 
 MODEL = dict(hidden_size=64, vocab_size=50, num_hidden_layers=4, hidden_act="silu", rms_norm_eps=1e-3, use_cache=True)
 LINEAR = dict(
@@ -106,11 +104,6 @@ def settings(name, **change) -> dict:
     own = MODELS[name][0]
     shared = {key: value for key, value in MODEL.items() if RENAMED.get(key) not in own}
     return shared | dict(model_type=name) | own | change
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_config(name):
-    assert config_from(settings(name), layer=2) == MODELS[name][1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -372,12 +365,8 @@ TABLES = (
 @pytest.mark.parametrize("name", MODELS)
 def test_hostile_settings(name):
     """Whatever a file has, the result is a config of right types or a ValueError."""
-    own, draw = settings(name), random.Random(name)
-    changes = [{setting: value} for setting in (*own, *TABLES) for value in HOSTILE]
-    changes += [{each: draw.choice(HOSTILE) for each in draw.sample([*own, *TABLES], 3)} for _ in range(100)]
-    for change in changes:
-        with contextlib.suppress(ValueError):
-            assert is_sound(config_from(own | change, layer=2), MODELS[name][1]), change
+    own = settings(name)
+    assert_sound(own, MODELS[name][1], TABLES)
     for layer in (1.5, True, "2", math.nan, 10**400, -1, [2]):
         with pytest.raises(ValueError, match="`layer` must be"):
             config_from(own, layer)

@@ -1,8 +1,5 @@
 """The config of a layer out of the settings of flash-linear-attention's models, and of the arrays of RWKV-7's files."""
 
-import contextlib
-import random
-
 import numpy as np
 import pytest
 
@@ -13,7 +10,7 @@ from chunkwise.layers import (
     open_checkpoint,
     save_checkpoint,
 )
-from tests.hostile_settings import HOSTILE, is_sound
+from tests.hostile_settings import assert_sound
 
 PRODUCT = dict(
     model_type="gated_deltaproduct", attn_mode="chunk", hidden_size=64, num_heads=2, head_dim=16, expand_v=1.5,
@@ -84,12 +81,7 @@ def test_what_no_layer_can_do(settings, layer, message):
 @pytest.mark.parametrize("own", [PRODUCT, RWKV7], ids=lambda own: own["model_type"])
 def test_hostile_settings(own):
     """Whatever a file has, the result is a config of right types or a ValueError."""
-    draw, expected = random.Random(0), config_from(own, layer=2)
-    changes = [{setting: value} for setting in own for value in HOSTILE]
-    changes += [{each: draw.choice(HOSTILE) for each in draw.sample([*own], 3)} for _ in range(100)]
-    for change in changes:
-        with contextlib.suppress(ValueError):
-            assert is_sound(config_from(own | change, layer=2), expected), change
+    assert_sound(own, config_from(own, layer=2))
 
 
 def released() -> dict:

@@ -11,13 +11,10 @@ from jax.sharding import SingleDeviceSharding
 
 from chunkwise.layers import (
     GatedDeltaNetConfig,
-    MlstmLayerConfig,
     Step,
     empty_cache,
     empty_pool,
     init_gated_delta_net,
-    init_mlstm_layer,
-    mlstm_layer,
     ragged_gated_delta_net,
     remat_policy,
 )
@@ -25,7 +22,7 @@ from chunkwise.pipeline import pool_formats
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, text_for_tpu, topology_mesh
-from tests.layer_oracle import LAYERS
+from tests.layer_oracle import LAYERS, SERVED
 
 # The kernels of the operators, which are named after their functions.
 KERNELS = {
@@ -35,8 +32,7 @@ KERNELS = {
     "mamba2_mixer": "chunk_gla_fwd",
 }
 THOROUGH = dict(
-    test_mlstm_layer_compiles=lambda chip: chip != "v6e",
-    test_compiles=lambda name: name != "gated_delta_net",
+    test_compiles=lambda name: name not in ("gated_delta_net", "mlstm_layer"),
     test_a_serving_step_compiles=True,
     test_a_pool_in_rows_is_not_copied=lambda ring: ring,
     test_the_policy_spares_a_second_forward=lambda name: name != "gated_delta_net",
@@ -68,20 +64,7 @@ def test_compiles(name, chip):
 @pytest.mark.tpu
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
-def test_mlstm_layer_compiles(chip):
-    """It has no serving step, so it is not one of `LAYERS`."""
-    config = MlstmLayerConfig(D=64, H=2, HV=2, K=32, V=64)
-    weights = jax.eval_shape(lambda: init_mlstm_layer(jax.random.key(0), config, jnp.bfloat16))
-    run = lambda x, weights: jnp.sum(mlstm_layer(x, weights, config, implementation="fused")[0].astype(jnp.float32))
-    gradient = jax.value_and_grad(run, argnums=(0, 1))
-    x = spec(1, 256, config.D, dtype=jnp.bfloat16)
-    assert "tpu_custom_call" in compile_for(gradient, x, weights, chip=chip).as_text()
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", SERVED)
 def test_a_serving_step_compiles(name, chip):
     (x, weights), layer = shapes(name), LAYERS[name]
     step = lambda x, weights, pool, at: layer.ragged(x, weights, layer.config, pool, at, implementation="fused")

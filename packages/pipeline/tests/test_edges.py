@@ -11,7 +11,6 @@ from chunkwise.pipeline import (
     chunk_gdn2,
     chunk_kda,
     chunk_simple_gla,
-    recurrent_gated_delta_rule,
 )
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
@@ -139,14 +138,6 @@ def test_a_constant_gate_that_forgets_everything(implementation):
     assert_close("o", o[0, :, 0], 8**-0.5 * np.sum(q * k, axis=1, keepdims=True) * v, 1e-5)
     assert_close("state", state[0, 0], np.outer(k[-1], v[-1]), 1e-5)
     assert jnp.all(jnp.isfinite(o))
-
-
-def test_recurrent_continues_chunked():
-    inputs = make_inputs(2, 71, 1, 2, 16, 16)
-    prompt, token = ({name: x[:, cut] for name, x in inputs.items()} for cut in (slice(70), slice(70, None)))
-    _, state = chunk_gated_delta_rule(**prompt, output_final_state=True, implementation="xla")
-    o, _ = recurrent_gated_delta_rule(**token, initial_state=state)
-    assert_close("o", o, reference(**inputs)[0][:, 70:], TOLERANCE["float32"])
 
 
 def test_nothing_is_forgotten():

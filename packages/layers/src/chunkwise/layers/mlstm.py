@@ -108,7 +108,8 @@ def _mix(
         running.by_head(running.project(x, weight), count) for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
     )
     z, *gates = (running.project(x, weight) for weight in (w.z, w.i, w.f))
-    gates = [y.astype(jnp.float32) + b[None, None] for y, b in zip(gates, (w.i_bias, w.f_bias), strict=True)]
+    biases = w.i_bias, w.f_bias
+    gates = [running.with_bias(y.astype(jnp.float32), b) for y, b in zip(gates, biases, strict=True)]
     if (cap := config.gate_soft_cap) is not None:
         gates = [cap * jnp.tanh(y / cap) for y in gates]
     o, state = run.operate(_OPERATORS, q, k, v, *gates, eps=config.divisor_eps)

@@ -111,7 +111,8 @@ def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
     """Return y [B, T, HV, K] times a factor [B, T, HV]; a float16 has too few powers of two for it."""
     dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
     precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
-    return _spread(factor, y.shape[3], flat, precision, lambda wide: (wide * y.reshape(wide.shape)).astype(dtype))
+    use = lambda wide: (wide * y.reshape(wide.shape).astype(wide.dtype)).astype(dtype)
+    return _spread(factor, y.shape[3], flat, precision, use)
 
 
 def _of_high(lanes: int) -> jax.Array:
@@ -148,8 +149,8 @@ def _lane_sum(y: jax.Array, flat: bool) -> jax.Array:
     """Return the sums of the first two lanes [B, T, HV, lanes] in float32; their gradient reaches y in two parts."""
     if not flat:
         return jnp.sum(y[..., :2].astype(jnp.float32), axis=3)
-    first = jnp.arange(y.shape[3], dtype=jnp.int32) < 2
-    pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0) * jnp.tile(first, y.shape[2])[:, None]
+    first = jnp.tile(jnp.arange(y.shape[3], dtype=jnp.int32) < 2, y.shape[2]).astype(y.dtype)
+    pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0) * first[:, None]
     wide = y.reshape(*y.shape[:2], -1)
     return jnp.matmul(wide, pick, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 

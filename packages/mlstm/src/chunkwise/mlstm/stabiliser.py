@@ -34,6 +34,8 @@ def stabilise(
     Tokens may be split over axes of a mesh, inside a `shard_map`. The results of mLSTM are the same for any m, but for
     eps, so m has no gradient.
     """
+    # Under jit no traced index reads an array of numpy.
+    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
     begins, start, valid = _sequences(i.shape[1], before, cu_seqlens, segment_ids, axes)
     i, f = (y.astype(jnp.float32) for y in (i, f))
     # No sum and no maximum stops NaN, so the scan sees none; padding leaves a stabiliser as it is.
@@ -59,7 +61,7 @@ def _sequences(T: int, before: jax.Array, cu_seqlens, segment_ids, axes) -> tupl
     if cu_seqlens is not None:
         owner, last = stream.document_of(token, cu_seqlens), jnp.int32(cu_seqlens.shape[0] - 2)
         valid, owner = (owner <= last)[None], jnp.minimum(owner, last)
-        return (valid & (token == cu_seqlens[owner]))[..., None], before[owner][None], valid
+        return (valid & (token == cu_seqlens[owner])[None])[..., None], before[owner][None], valid
     first, start = (token == 0)[None, :, None], before[:, None]
     if segment_ids is None:
         return first, start, None

@@ -58,7 +58,7 @@ def reference(
     """
     x = {name: np.asarray(y, np.float64) for name, y in x.items()}
     (B, T, _, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
-    begins, valid, ends = _sequences(B, T, cu_seqlens, segment_ids)
+    begins, valid, ends = sequences(B, T, cu_seqlens, segment_ids)
     N = len(ends)
     x = {"initial_state": np.zeros((N, HV, K, V))} | x
     inside = lambda y: np.where(
@@ -80,7 +80,7 @@ def reference(
         return np.asarray(o), np.asarray(states), {name: np.asarray(y) for name, y in gradients.items()}
 
 
-def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.ndarray, list]:
+def sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.ndarray, list]:
     """Return how sequences lie in the rows.
 
     Returns:
@@ -89,7 +89,7 @@ def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.
     """
     begins, valid, ends = np.full((B, T), -1), np.zeros((B, T), bool), []
     if cu_seqlens is not None:
-        for n, (start, stop) in enumerate(itertools.pairwise(cu_seqlens)):
+        for n, (start, stop) in enumerate(itertools.pairwise(np.asarray(cu_seqlens))):
             if stop > start:
                 begins[0, start] = n
             valid[0, start:stop] = True
