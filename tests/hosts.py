@@ -1,4 +1,4 @@
-"""What tests of the integrations share: stand-ins for hosts that are missing, and a token of a step in float64."""
+"""What tests of the integrations share: stand-ins for hosts that are missing, and arrays."""
 
 import sys
 import types
@@ -15,17 +15,6 @@ def unit(x):
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
-
-
-def advance(state, q, k, v, g, beta=None):
-    """Return the state [HV, K, V] after a token, and the output [HV, V]; g is [HV] or [HV, K]."""
-    heads = state.shape[0] // q.shape[0]
-    q, k = (np.repeat(x, heads, axis=0) for x in (q, k))
-    state = state * np.exp(g)[..., None] if g.ndim == 2 else state * np.exp(g)[:, None, None]
-    if beta is not None:
-        v = beta[:, None] * (v - np.einsum("hk,hkv->hv", k, state))
-    state = state + k[:, :, None] * v[:, None]
-    return state, np.einsum("hk,hkv->hv", q, state)
 
 
 def normal(rng, *shape):

@@ -7,7 +7,9 @@ import pytest
 
 from chunkwise.integrations import sglang_jax, tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from tests.hosts import advance, doubles, normal, sigmoid, unit
+from chunkwise.shared.testing.oracle import reference
+from tests.engine import linear_attention
+from tests.hosts import doubles, normal, sigmoid, unit
 
 # The same step with gates per channel.
 THOROUGH = dict(
@@ -56,13 +58,14 @@ def serve(x, requests, law="gdn", skip=None):
         if law == "mamba2":
             v, k, q = (part.reshape(len(y), -1, D) for part in np.split(y, [N_V * D, (N_V + N_KQ) * D], axis=1))
             dt = np.logaddexp(0, x["b"][tokens] + x["dt_bias"])
-            g, u, beta = -np.exp(x["a_log"]) * dt, dt[..., None] * v, [None] * len(y)
+            # The scale of this law is 1.
+            q, gates = q * D**0.5, dict(v=dt[..., None] * v, g=-np.exp(x["a_log"]) * dt)
         else:
-            q, k, u = (part.reshape(len(y), -1, D) for part in np.split(y, [N_KQ * D, 2 * N_KQ * D], axis=1))
-            q, k = unit(q) * D**-0.5, unit(k)
-            g, beta = rates(x["a"][tokens], x["a_log"], x["dt_bias"], law), sigmoid(x["b"][tokens])
+            q, k, v = (part.reshape(len(y), -1, D) for part in np.split(y, [N_KQ * D, 2 * N_KQ * D], axis=1))
+            q, k, g = unit(q), unit(k), rates(x["a"][tokens], x["a_log"], x["dt_bias"], law)
+            gates = dict(v=v, g=g, beta=sigmoid(x["b"][tokens]))
         for t in range(len(y)):
-            S, o = advance(S, q[t], k[t], u[t], g[t], beta[t])
+            S, o = linear_attention(S, q=q[t], k=k[t], **{name: z[t] for name, z in gates.items()})
             out[start + t] = (o if skip is None else o + skip[:, None] * v[t]).reshape(-1)
             if t in writes:
                 conv[writes[t]], state[writes[t]] = inputs[t + 1 : t + W], S
@@ -190,12 +193,13 @@ def test_sglang_jax_kda_and_lightning():
     kda, o = jax.jit(lambda *y: sglang_jax.kda(*y, None, slots, **track))(q, k, v, a, b, pool, A_log, dt_bias)
     plain, p = jax.jit(lambda *y: sglang_jax.lightning(*y, None, slots, **track, scale=1.0))(q, k, v, slope, pool)
     q, k, v, a, b, A_log, dt_bias, S, slope = doubles(q, k, v, a, b, A_log, dt_bias, pool, slope)
-    g = rates(a.reshape(3, -1), A_log, dt_bias, "kda")
-    for n, (slot, second) in enumerate(((4, 8), (2, None), (6, 9))):
-        state, out = advance(S[slot], unit(q[n]) * D**-0.5, unit(k[n]), v[n], g[n], b[n])
-        assert_close("kda", o[n], out, 1e-6)
-        states, outs = advance(S[slot], q[n], k[n], v[n], slope)
-        assert_close("lightning", p[n], outs, 1e-6)
-        for place in (slot, second) if second else (slot,):
-            assert_close("state", kda[place], state, 1e-6)
-            assert_close("state", plain[place], states, 1e-6)
+    # Each request is a row of one token.
+    q, k, v, g, b = (y[:, None] for y in (q, k, v, rates(a.reshape(3, -1), A_log, dt_bias, "kda"), b))
+    start = dict(initial_state=S[np.array(slots)])
+    for name, found, pool, (out, states) in (
+        ("kda", o, kda, reference(q, k, v, g, b, **start, use_qk_l2norm_in_kernel=True)),
+        ("lightning", p, plain, reference(q, k, v, g_gamma=slope, **start, scale=1.0)),
+    ):
+        assert_close(name, found, out[:, 0], 1e-6)
+        assert_close("states", pool[np.array([4, 2, 6])], states, 1e-6)
+        assert_close("states in second slots", pool[np.array([8, 9])], states[np.array([0, 2])], 1e-6)

@@ -1,5 +1,6 @@
 """MaxText and levanter, which train: what they call, and the recurrence in float64 token by token."""
 
+import functools
 import sys
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from chunkwise.integrations import levanter, maxtext
 from chunkwise.layers import GatedDeltaNetConfig, init_gated_delta_net, load_gated_delta_net
 from chunkwise.shared.testing.compare import assert_close
-from tests.hosts import advance, doubles, normal, unit
+from chunkwise.shared.testing.oracle import reference
+from tests.hosts import normal
 
 THOROUGH = dict(
     test_levanter_takes_axes_in_any_order=True,
@@ -25,27 +27,20 @@ def maxtext_inputs(B=2, S=40, H=2, K=16, V=16):
     return q, k, v, -jnp.abs(normal(rng, B, S, H)), jax.nn.sigmoid(normal(rng, B, S, H)), normal(rng, B, H, K, V)
 
 
-def maxtext_reference(q, k, v, g, beta, state, begins=()):
-    """Return o and the states; a row forgets its state before every token of `begins`."""
-    q, k, v, g, beta, states = doubles(q, k, v, g, beta, state)
-    q, k, o, states = unit(q) * q.shape[-1] ** -0.5, unit(k), np.zeros_like(v), states.copy()
-    for row, t in np.ndindex(*v.shape[:2]):
-        start = np.zeros_like(states[row]) if t in begins else states[row]
-        states[row], o[row, t] = advance(start, q[row, t], k[row, t], v[row, t], g[row, t], beta[row, t])
-    return o, states
+maxtext_reference = functools.partial(reference, use_qk_l2norm_in_kernel=True)
 
 
 def test_maxtext_operators():
     *arrays, state = maxtext_inputs()
     options = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
-    want, states = maxtext_reference(*arrays, state)
+    want, states = maxtext_reference(*arrays, initial_state=state)
     o, after = maxtext.jax_chunk_gated_delta_rule(*arrays, initial_state=state, chunk_size=32, **options)
     assert_close("o", o, want, 1e-6)
     assert_close("state", after, states, 1e-6)
     assert maxtext.jax_chunk_gated_delta_rule(*arrays)[1] is None
     token = [x[:, :1] for x in arrays]
     o, after = maxtext.jax_ar_gated_delta_rule(*token, state, **options)
-    want, states = maxtext_reference(*token, state)
+    want, states = maxtext_reference(*token, initial_state=state)
     assert_close("o of a token", o, want, 1e-6)
     assert_close("state of a token", after, states, 1e-6)
 
@@ -56,18 +51,18 @@ def test_maxtext_rounds_to_the_type_that_it_is_told():
     assert (o.dtype, after.dtype) == (jnp.float32, jnp.bfloat16)
     q, k, v, g, beta = arrays
     rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v)]
-    want, _ = maxtext_reference(*rounded, g, beta.astype(jnp.bfloat16).astype(jnp.float32), state)
+    want, _ = maxtext_reference(*rounded, g, beta.astype(jnp.bfloat16).astype(jnp.float32), initial_state=state)
     assert_close("o", o, want, 5e-3)
 
 
 def test_maxtext_documents_do_not_see_one_another():
     """MaxText counts segments from 1, and 0 is padding."""
-    *arrays, state = maxtext_inputs(B=1)
+    *arrays, _ = maxtext_inputs(B=1)
     ids = jnp.asarray([[1] * 15 + [2] * 20 + [0] * 5])
     o, _ = maxtext.jax_chunk_gated_delta_rule(
         *arrays, use_qk_norm_in_gdn=True, compute_dtype=jnp.float32, segment_ids=ids
     )
-    want, _ = maxtext_reference(*arrays, 0 * state, begins=(0, 15))
+    want, _ = maxtext_reference(*arrays, segment_ids=ids - 1)
     assert_close("o", o[:, :35], want[:, :35], 1e-6)
     assert not np.any(o[:, 35:])
 
@@ -116,7 +111,7 @@ def test_levanter_takes_axes_in_any_order(monkeypatch):
     haliax.named = Named
     monkeypatch.setitem(sys.modules, "haliax", haliax)
     *arrays, state = maxtext_inputs()
-    want, states = maxtext_reference(*arrays, state)
+    want, states = maxtext_reference(*arrays, initial_state=state)
     axes = ("batch", "position", "heads")
     last = (("k_head_dim",), ("k_head_dim",), ("v_head_dim",), (), ())
     turned = [Named(x, (*axes, *name)) for x, name in zip(arrays, last, strict=True)]
