@@ -1,7 +1,6 @@
 """Prefills over a pool of states: a hard step of them, and an operator compared with the float64 recurrence on it."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from chunkwise.shared.call import arguments
 from chunkwise.shared.operator import Operator
-from chunkwise.shared.testing import compare, inputs, oracle, tpu
+from chunkwise.shared.testing import compare, inputs, oracle
 
 # A first sequence that ends within the first chunk, an empty one in the middle and one at the end, one that ends with a
 # chunk of 16, and one of a token.
@@ -100,39 +99,3 @@ def assert_prefills(
             compare.assert_close(f"slot {slot}", after[slot], expected[slot], max(tolerance, rounding))
         else:
             assert np.asarray(after[slot]).tobytes() == np.asarray(pool[slot]).tobytes(), f"slot {slot} has changed"
-
-
-def compile_prefills(operator: Operator, chip: str, delta: bool, per_channel: bool, dtype=jnp.float32) -> str:
-    """Compile a step of prefills for a TPU and return its text; fail unless the donated pool is the result, uncopied.
-
-    Args:
-      operator: as in `assert_prefills`.
-      chip: a name in `chunkwise.shared.chips`.
-      delta: whether there is a delta rule.
-      per_channel: whether gates are per channel.
-      dtype: of the pool.
-    """
-    T, H, HV, K, N = 320, 2, 4, 128, 5
-    tokens, pool = jnp.bfloat16, inputs.spec(64, HV, K, K, dtype=dtype)
-    x = dict(
-        q=inputs.spec(1, T, H, K, dtype=tokens),
-        k=inputs.spec(1, T, H, K, dtype=tokens),
-        v=inputs.spec(1, T, HV, K, dtype=tokens),
-    )
-    x |= dict(g=inputs.spec(1, T, HV, K) if per_channel else inputs.spec(1, T, HV)) | (
-        dict(beta=inputs.spec(1, T, HV)) if delta else {}
-    )
-    index = inputs.spec(N, dtype=jnp.int32)
-    slots = arguments.Slots(index, inputs.spec(N, dtype=jnp.bool_), read_indices=index)
-    run = step_of(operator, "fused", ())
-    step = lambda pool, x, cu_seqlens, slots: run(x | dict(initial_state=pool), cu_seqlens, slots)
-    compiled = tpu.compile_for(
-        step, pool, x, inputs.spec(N + 1, dtype=jnp.int32), slots, chip=chip, donate_argnums=(0,)
-    )
-    memory: Any = compiled.memory_analysis()
-    size = np.dtype(dtype).itemsize * 64 * HV * K * K
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size / 4
-    (launch,) = re.findall(r'.*custom_call_target="tpu_custom_call".*', compiled.as_text() or "")
-    assert re.search(r"output_to_operand_aliasing=\{\{1\}: \(\d+, \{\}\)\}", launch)
-    return launch

@@ -10,9 +10,31 @@ import numpy as np
 from chunkwise.shared.call import arguments, gates
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing import compare, inputs
+from tests.segment_suite import SEGMENT_IDS
 
 # The other order of the same sums, in float32, or of products of bfloat16.
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
+
+
+_PACKED = dict(cu_seqlens=inputs.boundaries(1, 17, 0, 3))
+_SEGMENTS = dict(segment_ids=jnp.asarray(SEGMENT_IDS))
+# Type, sizes, and form of the batch.
+CASES: dict[str, tuple] = {
+    "rows": ("float32", (2, 21, 1, 2, 8, 12), {}),
+    # A map may take a launch of its own.
+    "wide": ("bfloat16", (2, 21, 2, 4, 136, 72), {}),
+    "documents": ("float32", (1, 24, 1, 2, 8, 12), _PACKED),
+    "documents-bfloat16": ("bfloat16", (1, 24, 1, 2, 8, 12), _PACKED),
+    "segments": ("bfloat16", (*SEGMENT_IDS.shape, 1, 2, 8, 12), _SEGMENTS),
+    "segments-32": ("float32", (*SEGMENT_IDS.shape, 1, 2, 8, 12), _SEGMENTS),
+}
+
+
+def make(case: tuple, **options) -> tuple[dict, dict]:
+    """Return the inputs of a case, and its other arguments."""
+    dtype, sizes, fixed = case
+    N = len(fixed["cu_seqlens"]) - 1 if "cu_seqlens" in fixed else sizes[0]
+    return inputs.make_inputs(*sizes, dtype=jnp.dtype(dtype), num_states=N, **options), fixed
 
 
 def assert_split(

@@ -4,16 +4,11 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
-from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.tpu import has_libtpu
-from tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
+from tests.pool_suite import PREFILL_TOKENS, assert_prefills
 
-THOROUGH = dict(
-    # Prefills over a pool are written once, and KDA's package has a quick one.
-    test_prefills=True,
-    test_compiles=lambda per_channel: not per_channel,
-)
+# Prefills over a pool are written once, and KDA's package has a quick one.
+THOROUGH = dict(test_prefills=True)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -23,12 +18,3 @@ def test_prefills(per_channel, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, per_channel=per_channel)
     x.pop("beta")
     assert_prefills(GLA if per_channel else SIMPLE_GLA, x, pool, blocks=blocks, chunk_size=16)
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
-def test_compiles(per_channel, chip):
-    text = compile_prefills(GLA if per_channel else SIMPLE_GLA, chip, delta=False, per_channel=per_channel)
-    assert f"chunk_gla_fwd_c{64 if per_channel else 128}" in text

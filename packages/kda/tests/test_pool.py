@@ -4,15 +4,12 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kda.operator import OPERATOR
-from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import make_inputs
-from chunkwise.shared.testing.tpu import has_libtpu
-from tests.pool_suite import PREFILL_TOKENS, assert_prefills, compile_prefills
+from tests.pool_suite import PREFILL_TOKENS, assert_prefills
 
 # The pipeline has steps from pools of the other types.
 QUICK = (jnp.float32, jnp.bfloat16, True)
-# The pipeline compiles serving steps.
-THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) != QUICK, test_compiles=True)
+THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) != QUICK)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -21,10 +18,3 @@ THOROUGH = dict(test_prefills=lambda dtype, pool, blocks: (dtype, pool, blocks) 
 def test_prefills(dtype, pool, blocks):
     x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=True)
     assert_prefills(OPERATOR, x, pool, blocks=blocks, use_qk_l2norm_in_kernel=True, chunk_size=16)
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compiles(chip):
-    assert "chunk_kda_fwd_c64" in compile_prefills(OPERATOR, chip, delta=True, per_channel=True)

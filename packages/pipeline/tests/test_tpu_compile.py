@@ -19,9 +19,7 @@ from chunkwise.shared.testing import inputs, tpu
 pytestmark = pytest.mark.tpu
 
 RAGGED = "gated_delta_rule", "kda", "simple_gla"
-QUICK_STEPS = (
-    ("kda", 3, jnp.float32),
-)  # fmt: skip
+QUICK_STEPS = ("kda", 3, jnp.float32), ("simple_gla", None, jnp.bfloat16)
 QUICK_POOL = ("gated_delta_rule", 64, 96, jnp.float32)
 THOROUGH = dict(
     test_serving_step_moves_no_states=lambda name, W, dtype: (name, W, dtype) not in QUICK_STEPS,
