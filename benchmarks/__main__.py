@@ -26,6 +26,7 @@ from benchmarks import (
     production,
     scale,
     shipped,
+    stale,
     step,
     tpu,
     tpu_peers,
@@ -40,7 +41,19 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"task", "version", "source", "split", "topology", "scan", "collectives", "mixture", "program"}
+TEXT |= {
+    "task",
+    "version",
+    "source",
+    "split",
+    "topology",
+    "scan",
+    "collectives",
+    "mixture",
+    "program",
+    "traced",
+    "file",
+}
 # The fields that identify a row.
 NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip", "sweep", "operator", "form")
 NAMES += ("point", "split", "topology", "scan", "mixture", "task", "program")
@@ -109,6 +122,8 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--operator", action="append", choices=accuracy.NAMES)
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"])
     one.add_argument("--tokens", type=int, default=256)
+    one = commands.add_parser("stale", parents=[saved], help="estimates of docs/data whose programs have changed")
+    one.add_argument("file", type=Path, nargs="*", help="all files of docs/data if none is named")
     one = commands.add_parser("pages", help="compare the figures of pages and packages with docs/data")
     one.add_argument("--write", action="store_true", help="write them instead")
     one = commands.add_parser("plot", help="a PNG of a saved result")
@@ -181,6 +196,9 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
     elif options.command == "production":
         for name in options.case or production.REPORTS:
             yield name, {"case": name}, several(production.measure, name)
+    elif options.command == "stale":
+        for path in options.file or sorted(stale.DATA.glob("*.json")):
+            yield path.name, {"file": path.name}, several(stale.measure, path)
     elif options.command == "jaxbench":
         yield "tasks", {}, several(jaxbench.measure, options.checkout, options.timeout)
     else:
@@ -226,7 +244,7 @@ def save(options: argparse.Namespace, rows: list[dict]) -> None:
 
 
 def main(arguments=None) -> int:
-    """Measure, print a table, write JSON; return 1 if a result is wrong."""
+    """Measure, print a table, write JSON; return 1 if a result is wrong or is that of another program."""
     options = parse(arguments)
     if options.command == "pages":
         return figures.main(options.write) | shipped.main(options.write)
@@ -251,7 +269,7 @@ def main(arguments=None) -> int:
         show(part, console)
     if options.json:
         save(options, rows)
-    return int(any(row.get("correct") is False or row.get("within") is False for row in rows))
+    return int(any(row.get(key) is False for row in rows for key in ("correct", "within", "current")))
 
 
 if __name__ == "__main__":

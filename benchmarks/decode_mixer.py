@@ -71,8 +71,6 @@ def compile_mixer(
     out in rows, otherwise in the default way.
     """
     compiler.setup(flags)
-    if not mixture.over_array:
-        step.leave_out_prefills()
     config, operators = _layer(case)
     x = case.specs(mixture.T, jnp.bfloat16)
     slots = step.SLOTS * (mixture.W if mixture.replay else 1)
@@ -90,7 +88,8 @@ def compile_mixer(
         )  # fmt: skip
         return y.reshape(1, mixture.T, -1), pool
 
-    return compiler.compile_for(run, x, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,)).as_text()
+    with step.leave_out_prefills(not mixture.over_array):
+        return compiler.compile_for(run, x, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,)).as_text()
 
 
 def _launch(text: str, mixed: bool = False) -> list[str]:

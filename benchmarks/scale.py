@@ -63,7 +63,7 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         start = time.perf_counter()
-        traced, mesh = _trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder, False))
+        traced, mesh = trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder, False))
         program = traced.lower().compile()
         compile_s, text = time.perf_counter() - start, program.as_text()
         # Launches before the first collective make the map of a device.
@@ -85,10 +85,11 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
             **_sent(text, mesh.size),
             **_memory(program),
             "compile_s": compile_s,
+            "traced": tpu.digest(traced),
         }
 
 
-def _trace(case, implementation, topology, T, backward, divided, flags: str):
+def trace(case, implementation, topology, T, backward, divided, flags: str = ""):
     """Return the traced program of `estimate`, and its mesh."""
     from chunkwise.shared.testing import tpu as compiler
 

@@ -10,6 +10,7 @@ the code:
   come from a second compilation, in which kernels do nothing, because the compiler cannot profile all kernels.
 """
 
+import contextlib
 import os
 import re
 import tempfile
@@ -213,12 +214,12 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
     return total(entry)
 
 
-def leave_out_prefills() -> None:
-    """Make all prefills of this process those of a mixture without prefills.
+def leave_out_prefills(leave_out: bool) -> contextlib.AbstractContextManager:
+    """In this context all prefills are those of a mixture without prefills, if `leave_out` is True.
 
     The reason is that the compiler takes minutes and 16 GB to dump the gathers of a ring, although not to compile them.
     """
-    serving_run._prefill = _without_prefills
+    return mock.patch.object(serving_run, "_prefill", _without_prefills) if leave_out else contextlib.nullcontext()
 
 
 def _without_prefills(x, pool, *_):
@@ -226,13 +227,11 @@ def _without_prefills(x, pool, *_):
     return hollow(None, x.v, name="nothing_c0", out_shape=[jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)])[0], pool
 
 
-def compile_step(case: Layer, mixture: Mixture, chip: str, flags: str = "") -> str:
-    """Compile the step for a chip with these flags and return its text; in a fresh process only."""
+def trace_step(case: Layer, mixture: Mixture, chip: str, flags: str = ""):
+    """Return the step, traced for a chip, to be compiled with these flags; in a fresh process only."""
     from chunkwise.shared.testing import tpu as compiler
 
     compiler.setup(flags)
-    if not mixture.over_array and not mixture.prefills:
-        leave_out_prefills()
     shapes = case.specs(mixture.T, jnp.bfloat16)
     # Tokens are flat, as after projections.
     flat = {name: jax.ShapeDtypeStruct((1, mixture.T, x.size // mixture.T), x.dtype) for name, x in shapes.items()}
@@ -244,7 +243,8 @@ def compile_step(case: Layer, mixture: Mixture, chip: str, flags: str = "") -> s
         o, pool = serving_step(case, "fused", mixture)(x, pool, step)
         return o.reshape(1, mixture.T, -1), pool
 
-    return compiler.compile_for(run, flat, pool, step, chip=chip, auto_layout=True, donate_argnums=(1,)).as_text()
+    with leave_out_prefills(not mixture.over_array and not mixture.prefills):
+        return compiler.trace_for(run, flat, pool, step, chip=chip, auto_layout=True, donate_argnums=(1,))
 
 
 def _kind(launch: str) -> str:
@@ -258,19 +258,26 @@ def _wanted(mixture: Mixture, text: str) -> list[str]:
     return [launch for launch in launches(text) if runs[_kind(launch)]]
 
 
-def count_kernels(case: Layer, mixture: Mixture, chip: str) -> dict[str, int]:
-    """Return the bundles of both kernels in this mixture, 0 for a kernel that does not run; in a fresh process only."""
+def count_kernels(case: Layer, mixture: Mixture, chip: str) -> tuple[dict[str, int], str]:
+    """Return the bundles of both kernels in this mixture, 0 for a kernel that does not run, and the program's digest.
+
+    Call this in a fresh process only.
+    """
     counts = {"decode": 0, "prefill": 0}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        text = compile_step(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        program = trace_step(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        text = program.lower().compile().as_text()
         # This computes, so it comes after the compiler's flags are set, which are read before the first computation.
         steps = grid_steps(case, mixture)
         for launch in _wanted(mixture, text):
             loop = read_loop(kernel_text(folder, launch), steps["prefill"] + 2)
             chunk = re.search(r"_c(\d+)", launch)
             runs = prefill_runs(case, mixture, int(chunk[1])) if chunk else decode_runs(loop, mixture)
+            if chunk and not case.table.delta and len(runs[1]) == len(loop.regions) + 1:
+                # Between a loop and the branch that skips it there may be no code of its own.
+                del runs[1][-5]
             counts[_kind(launch)] += kernel_bundles(loop, *runs)
-    return counts
+    return counts, tpu.digest(program)
 
 
 def grid_steps(case: Layer, mixture: Mixture) -> dict[str, int]:
@@ -306,7 +313,8 @@ def count_around(case: Layer, mixture: Mixture, chip: str) -> int:
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", hollow):
-            text = compile_step(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
+            program = trace_step(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
+            text = program.lower().compile().as_text()
         return branch_cycles(text, tpu.profiled(folder), set(_wanted(mixture, text)))
 
 
@@ -323,8 +331,8 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
         counts |= tpu.first_result([code], timeout)
         if "count_kernels" not in counts:
             return counts
-    decode, prefill = counts.pop("count_kernels").values()
-    around = counts.pop("count_around", None)
+    (of_kernels, digest), around = counts.pop("count_kernels"), counts.pop("count_around", None)
+    decode, prefill = of_kernels.values()
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floors = [round(n / bandwidth * clock / 1e3) for n in moved_bytes(case, mixture)]
     steps = grid_steps(case, mixture)
@@ -336,6 +344,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
         "decode_steps": steps["decode"] or None,
         "prefill_steps": steps["prefill"] or None,
         "around_cycles": around,
+        "traced": digest,
     }
     if around is None:
         return row | counts

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import glob
+import hashlib
 import json
 import math
 import os
@@ -67,6 +68,11 @@ def profiled(folder: str) -> collections.Counter:
             for operation, n in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', text.read()):
                 cycles[operation] += int(n)
     return cycles
+
+
+def digest(traced) -> str:
+    """Return a digest of a traced program, kernels included: another one is another program for the compiler."""
+    return hashlib.sha256(str(traced.jaxpr).encode()).hexdigest()[:12]
 
 
 def operations(text: str) -> int:
@@ -160,7 +166,7 @@ def building(case: Layer, implementation: str, T: int, backward: bool) -> Iterat
 def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
     """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
-    whole = case.sequences or implementation != "fused" or type(case) not in (Layer, Composed)
+    whole = case.sequences or implementation not in ("fused", "mixed")
     run = case.runs(T) if isinstance(case, Composed) else dataclasses.replace(case, T=T)
     turns = None if whole else turns_of(run)
     with building(case, implementation, T, backward) as build:
@@ -179,7 +185,8 @@ def figures(
         compiler.setup(dump_flags(folder, profile))
         fn, specs = build()
         start = time.perf_counter()
-        program = compiler.compile_for(fn, *specs, chip=chip, auto_layout=auto_layout)
+        traced = compiler.trace_for(fn, *specs, chip=chip, auto_layout=auto_layout)
+        program = traced.lower().compile()
         compile_s = time.perf_counter() - start
         text = program.as_text()
         moved, cycles = launch_bytes(text), profiled(folder)
@@ -200,6 +207,7 @@ def figures(
             "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
             **_static(folder),
             "compile_s": compile_s,
+            "traced": digest(traced),
         }
 
 

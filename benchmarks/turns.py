@@ -118,6 +118,9 @@ def turns_of(case: Layer) -> Turns:
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
+        found = re.search(r"_([a-z]+)_c(\d+)", launch)
+        if found is None:  # a convolution or a norm
+            return None
         if case.table.delta and not has_second_path(case) and "_summary_" in launch:
             # A state begins and ends once.
             return loop.turns - 2, [1] * len(loop.regions)
@@ -126,8 +129,6 @@ def turns_of(case: Layer) -> Turns:
         if case.table.delta:
             # Steps of one block of heads or of all blocks: both do where no step runs a region.
             return loop.turns - 2, [0] * len(loop.regions)
-        found = re.search(r"_([a-z]+)_c(\d+)", launch)
-        assert found is not None
         steps, runs = turns(case, found[1], int(found[2]))
         # A branch skips a loop without iterations.
         passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]

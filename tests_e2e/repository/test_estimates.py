@@ -1,6 +1,7 @@
 """What estimates read out of the text of a compiler, bundles, cycles and bytes, and the formula of their times."""
 
 import functools
+import json
 
 import jax
 import numpy as np
@@ -375,3 +376,20 @@ def test_tpu_estimate():
     assert row["bundles"] > 0
     assert row["estimate_ms"] > row["floor_ms"] > 0
     assert 0 < row["matrix_use"] < 1
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
+def test_a_row_of_another_program_is_found(tmp_path):
+    """A row keeps its digest while its kernel does the same, and loses it with another order of products."""
+    from benchmarks import stale, tpu
+    from chunkwise.shared import tuning
+
+    row = {"case": "kimi-linear-48b", "T": 128, "pass": "forward", "implementation": "fused", "chip": "v6e"}
+    row["traced"] = tpu.digest(stale.trace("tpu", row))
+    file, unknown = tmp_path / "tpu.json", {name: x for name, x in row.items() if name != "traced"}
+    file.write_text(json.dumps({"command": "tpu", "jax": jax.__version__, "rows": [row, unknown]}))
+    assert stale.measure(file) == [{"rows": 2, "without_digest": 1}]
+    jax.clear_caches()  # JAX remembers traces
+    with tuning.injected_orders("chunkwise.kda", fwd="pm" * 8):
+        assert [x.get("current") for x in stale.measure(file)] == [False, None]

@@ -40,15 +40,20 @@ def compile_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate
       auto_layout: let the compiler choose the layout of inputs and outputs, as it does inside a larger program.
       donate_argnums: arguments whose memory the outputs may take, as in `jax.jit`.
     """
+    return trace_for(fn, *specs, chip=chip, auto_layout=auto_layout, donate_argnums=donate_argnums).lower().compile()
+
+
+def trace_for(fn, *specs, chip: str = "v6e", auto_layout: bool = False, donate_argnums: tuple[int, ...] = ()):
+    """Return what `compile_for` compiles, traced for one device of a TPU generation; it has the same arguments."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=chips.CHIPS[chip].topology).devices[0]
     placement = jax.sharding.SingleDeviceSharding(device)
     if auto_layout:
         placement = Format(Layout.AUTO, placement)
-    # A kernel may ask for the kind of device while it is lowered.
+    # A kernel may ask for the kind of device while it is traced.
     mesh = jax.sharding.Mesh(np.array([device]), ("x",)).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
         placed = jax.jit(fn, in_shardings=placement, out_shardings=placement, donate_argnums=donate_argnums)
-        return placed.trace(*specs).lower().compile()
+        return placed.trace(*specs)
 
 
 def text_for_tpu(fn, *args) -> str:
