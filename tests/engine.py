@@ -9,6 +9,15 @@ import numpy as np
 
 # Tokens of a prefill in one step: none, a few, about a chunk, and blocks of chunks.
 PREFILLS = (0, 1, 3, 40, 64, 70, 130)
+# The sequences of a step: two decodes, one of them of two guesses, and three prefills, of which the first is empty. The
+# last entry is of no sequence.
+SEQUENCES = dict(
+    state_indices=np.array([[4, -1], [2, 3], [9, 0], [5, 0], [-1, 7], [99, 99]], np.int32),
+    has_initial_state=np.array([True, True, True, False, True, False]),
+    num_decodes=2,
+    num_sequences=5,
+    num_accepted_tokens=np.array([1, 2, 1, 1, 2, 77], np.int32),
+)
 
 
 def linear_attention(S: np.ndarray, **x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -26,6 +26,16 @@ SEGMENT_IDS = np.array(
     np.int32,
 )
 
+# The tests that are thorough ones of an operator whose kernels read the same tables as another operator's.
+SHOWN_ELSEWHERE = dict(
+    test_values_and_gradients_of_plain_jax=True,
+    test_values_and_gradients_of_the_kernels=True,
+    test_random_segments=True,
+    test_isolated=True,
+    test_isolated_to_the_bit=True,
+    test_compiles=True,
+)
+
 
 def random_segment_ids(seed: int, shape: tuple[int, int]) -> np.ndarray:
     """Return random ids [B, T]: runs of 1 to 20 tokens, of which every fourth is padding."""

@@ -75,16 +75,16 @@ def spoil(x: dict, valid) -> dict:
     return x | {"x": jnp.where(valid[..., None], x["x"], jnp.nan)}
 
 
-def over_context(axis, check: bool, states: bool, x: dict, fixed: dict, rows=None):
+def over_context(axis, check: bool, states: bool, x: dict, fixed: dict):
     """Return the convolution with gradients whose tokens are split over `axis` of a mesh by a `shard_map`."""
     mesh = make_mesh(1 if axis == "a" else 2)
     implementation = "xla" if check else "pallas"
-    tokens = P(rows, axis)
-    specs = dict(x=tokens, weight=P(), bias=P(), initial_state=P(rows), cu_seqlens=P(), segment_ids=tokens)
+    tokens = P(None, axis)
+    specs = dict(x=tokens, weight=P(), bias=P(), initial_state=P(), cu_seqlens=P(), segment_ids=tokens)
     of = lambda given: {name: specs[name] for name in given}
     run = jax.shard_map(
         convolution(states, implementation=implementation, context_axis=axis), mesh=mesh, check_vma=check,
-        in_specs=(of(x), of(fixed)), out_specs=dict(y=tokens) | (dict(final_state=P(rows)) if states else {}),
+        in_specs=(of(x), of(fixed)), out_specs=dict(y=tokens) | (dict(final_state=P()) if states else {}),
     )  # fmt: skip
     return jax.jit(with_gradients(run))
 
@@ -126,18 +126,6 @@ def test_segments(axis, check, states):
             cotangents = cotangents_of(convolution(states), x, fixed)
             spoilt = spoil(x, ids >= 0)
             assert_same(run(spoilt, fixed, cotangents), whole(states)(spoilt, fixed, cotangents), f"{label} {shift}")
-
-
-@pytest.mark.parametrize(
-    ("axis", "rows", "states", "check"),
-    [("a", None, False, True), ("b", "a", True, True), ("b", "a", True, False)],
-    ids=["tokens", "rows-and-tokens", "rows-and-tokens-pallas"],
-)
-def test_rows(axis, rows, states, check):
-    x = arrays(2, 2 if states else None)
-    cotangents = cotangents_of(convolution(states), x, {})
-    got = over_context(axis, check, states, x, {}, rows)(x, {}, cotangents)
-    assert_same(got, whole(states)(x, {}, cotangents))
 
 
 def test_final_states_without_initial_ones():

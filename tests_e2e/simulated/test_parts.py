@@ -21,13 +21,8 @@ def test_convolution_over_a_pool(pool, cores):
     """A serving step: decodes, one of them of two guesses, and prefills, which keep the state after a block."""
     rng, T, slots = np.random.default_rng(0), 40, 12
     weight, bias = rng.standard_normal((D, W)).astype(np.float32), rng.standard_normal(D).astype(np.float32)
-    schedule = dict(
+    schedule = engine.SEQUENCES | dict(
         cu_seqlens=np.array([0, 1, 3, 3, 20, 33, -7], np.int32),
-        state_indices=np.array([[4, -1], [2, 3], [9, 0], [5, 0], [-1, 7], [99, 99]], np.int32),
-        has_initial_state=np.array([True, True, True, False, True, False]),
-        num_decodes=2,
-        num_sequences=5,
-        num_accepted_tokens=np.array([1, 2, 1, 1, 2, 77], np.int32),
         block_state_indices=np.array([[1], [1], [-1], [10], [11], [99]], np.int32),
     )
     x = rng.standard_normal((1, T, D)).astype(np.float32)

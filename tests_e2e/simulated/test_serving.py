@@ -30,15 +30,9 @@ def one_head_a_step(monkeypatch):
 
 
 T, BLOCK, SLOTS = 56, 16, 16
-# Two decodes, one of them of two guesses, and three prefills: an empty one, and two that end blocks. The last entry is
-# of no sequence, and the tokens from 49 on are padding.
-STEP = dict(
+# Both prefills that have tokens end blocks, and the tokens from 49 on are padding.
+STEP = engine.SEQUENCES | dict(
     cu_seqlens=np.array([0, 1, 3, 3, 19, 49, -7], np.int32),
-    state_indices=np.array([[4, -1], [2, 3], [9, 0], [5, 0], [-1, 7], [99, 99]], np.int32),
-    has_initial_state=np.array([True, True, True, False, True, False]),
-    num_decodes=2,
-    num_sequences=5,
-    num_accepted_tokens=np.array([1, 2, 1, 1, 2, 77], np.int32),
     block_state_indices=np.array([[1, 1], [1, 1], [-1, -1], [11, -1], [12, 13], [99, 99]], np.int32),
 )
 # The slots that sequences start from instead: a prefix that two of them share, and zeros.

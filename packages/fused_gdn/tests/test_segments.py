@@ -3,18 +3,11 @@
 from typing import ClassVar
 
 from chunkwise.fused_gdn import chunk_gated_delta_rule
-from tests.segment_suite import SegmentTests
+from tests import segment_suite
 
 
-class TestSegments(SegmentTests):
+class TestSegments(segment_suite.SegmentTests):
     operator = staticmethod(chunk_gated_delta_rule)
     launches = (1, 3)
-    THOROUGH: ClassVar = dict(
-        test_values_and_gradients_of_plain_jax=True,
-        # A simulated TPU has them.
-        test_values_and_gradients_of_the_kernels=True,
-        test_random_segments=True,
-        test_isolated=True,
-        test_isolated_to_the_bit=True,
-        test_compiles=True,
-    )
+    # A simulated TPU has the values and gradients of the kernels.
+    THOROUGH: ClassVar = segment_suite.SHOWN_ELSEWHERE

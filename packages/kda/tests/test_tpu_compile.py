@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu
+from chunkwise.shared.testing.tpu import compile_over_tokens, has_libtpu
+from tests.compilation import compile_gradient, tokens
 from tests.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]
@@ -19,16 +20,6 @@ THOROUGH = dict(
     test_forward_and_backward_compile=lambda packed: not packed,
     test_raw_gates_compile=True,
 )
-
-
-def specs(B, T, H, HV, K, V, dtype):
-    return (
-        spec(B, T, H, K, dtype=dtype),
-        spec(B, T, H, K, dtype=dtype),
-        spec(B, T, HV, V, dtype=dtype),
-        spec(B, T, HV, K),
-        spec(B, T, HV),
-    )
 
 
 @pytest.mark.parametrize(
@@ -42,15 +33,8 @@ def specs(B, T, H, HV, K, V, dtype):
 def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
     """The rows that are not packed are long enough for a forward of several chunks a grid step."""
     cu_seqlens = spec(4, dtype=jnp.int32) if packed else None
-
-    def run(*x):
-        def loss(*y):
-            o, _ = chunk_kda(*y, cu_seqlens=x[5], min_gate=bound, implementation="fused")
-            return o.astype(jnp.float32).sum(), o
-
-        return jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(*x[:5])
-
-    text = compile_for(run, *specs(1, 300 if packed else 600, 1, 2, K, K, dtype), cu_seqlens, chip=chip).as_text()
+    x = tokens(1, 300 if packed else 600, 1, 2, K, K, dtype, per_channel=True)
+    text = compile_gradient(chunk_kda, x, cu_seqlens, chip, min_gate=bound)
     assert "chunk_kda_fwd_c64" in text
     assert "chunk_kda_bwd_c64" in text
 
@@ -60,17 +44,9 @@ def test_raw_gates_compile(chip):
     """Forward and backward; some chips pack the sequences, others bound the decay."""
     cu_seqlens = spec(4, dtype=jnp.int32) if chip in ("v5e", "v6e") else None
     law = dict(use_gate_in_kernel=True, lower_bound=None if chip in ("v5e", "tpu7x") else -5.0)
-
-    def run(*x):
-        def loss(*y):
-            o, _ = chunk_kda(*y[:5], A_log=y[5], dt_bias=y[6], cu_seqlens=x[7], **law, implementation="fused")
-            return o.astype(jnp.float32).sum(), o
-
-        return jax.grad(loss, argnums=tuple(range(7)), has_aux=True)(*x[:7])
-
-    q, k, v, g, beta = specs(1, 300, 1, 2, 128, 128, jnp.bfloat16)
-    g = spec(*g.shape, dtype=jnp.bfloat16)
-    text = compile_for(run, q, k, v, g, beta, spec(2), spec(2, 128), cu_seqlens, chip=chip).as_text()
+    x = tokens(1, 300, 1, 2, 128, 128, per_channel=True)
+    x |= dict(g=spec(*x["g"].shape, dtype=jnp.bfloat16), A_log=spec(2), dt_bias=spec(2, 128))
+    text = compile_gradient(chunk_kda, x, cu_seqlens, chip, **law)
     assert "chunk_kda_fwd_c64" in text
     assert "chunk_kda_bwd_c64" in text
 
@@ -91,12 +67,12 @@ def test_split_tokens_compile(chip):
         def forward(x, law, state):
             A_log, dt_bias = (None, None) if packed else law
             return chunk_kda(
-                *x, None, state, True, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, **options,
-                implementation="fused", sharding=PartitionSpec(None, "tokens"),
+                **x, initial_state=state, output_final_state=True, A_log=A_log, dt_bias=dt_bias,
+                cu_seqlens=cu_seqlens, **options, implementation="fused", sharding=PartitionSpec(None, "tokens"),
             )  # fmt: skip
 
         results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, law, state)
         return results, pull(results)
 
-    launches = compile_over_tokens(run, specs(1, 256, 1, 2, 64, 100, dtype), others, chip)
+    launches = compile_over_tokens(run, tokens(1, 256, 1, 2, 64, 100, dtype, per_channel=True), others, chip)
     assert launches == [f"chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]

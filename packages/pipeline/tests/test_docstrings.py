@@ -6,7 +6,8 @@ import re
 import pytest
 
 from chunkwise import chunk_h, chunk_o, cumsum, kkt, pipeline, solve_tril, wy_fast
-from chunkwise.pipeline.operators import CHUNKED
+from chunkwise.pipeline.operators import CHUNKED, RECURRENT
+from chunkwise.shared.serving.decode import launch
 from tests.documents import check_call, documented_flops
 
 
@@ -72,3 +73,9 @@ def test_docstrings_are_the_pipelines(operator):
 def test_the_documented_cost_is_that_of_the_table(operator):
     sizes = dict(B=2, T=640, H=3, HV=6, K=48, V=80, C=32)
     assert documented_flops(operator.function, **sizes) == operator.cost(**sizes).flops
+
+
+@pytest.mark.parametrize("operator", RECURRENT, ids=lambda operator: operator.name)
+def test_the_documented_cost_is_that_of_a_decode(operator):
+    sizes = dict(B=2, T=64, H=3, HV=6, K=48, V=80)
+    assert documented_flops(operator.function, **sizes) == launch.flops(2 * 64, 6, 48, 80, delta=operator.delta)

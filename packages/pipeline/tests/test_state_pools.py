@@ -42,8 +42,6 @@ all_pools = pytest.mark.parametrize(
 THOROUGH = dict(
     # The kernel of rings is compared with float64 step by step in `shared`.
     test_short_schedule=True,
-    # Layers reject guesses.
-    test_rejected_guesses_are_not_read=True,
     test_a_pool_of_numpy=True,
     # Layers read and write pools with rings.
     test_states_read_and_written=lambda dtype, replay: (dtype, replay) != ("int8", 0),
@@ -166,36 +164,6 @@ def test_states_read_and_written(dtype, replay):
     assert not got[2:].any()
     for slot in set(range(SLOTS)) - {2, 4}:
         assert bits(after, slot) == bits(pool, slot)
-
-
-@pytest.mark.parametrize("dtype", ACCURACY)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_rejected_guesses_are_not_read(operator, dtype):
-    """After decodes of W tokens, states hold as many of them as are accepted; a prefill is whole, and None keeps all.
-
-    Slot 3 has a prefill of 7 tokens. Slots 1, 0 and 2 go on from 2 tokens each with W, of which 1, 2 and 3 are kept.
-    """
-    rng, run = np.random.default_rng(8), compiled(operator, "xla", W)[0]
-    prompt, guesses = make_tokens(operator, rng, 13, 13), make_tokens(operator, rng, 13, 3 * W)
-    slots, accepted = np.array([3, 1, 0, 2], np.int32), np.array([99, 1, 2, 3], np.int32)
-    step = lambda *starts: dict(cu_seqlens=np.array(starts, np.int32))
-    first = dict(state_indices=slots, has_initial_state=np.zeros(4, bool), num_decodes=jnp.int32(0))
-    _, pool = run(prompt, new_pool(operator, dtype, 8), first | step(0, 7, 9, 11, 13))
-    second = dict(state_indices=np.roll(slots, -1), has_initial_state=np.ones(4, bool), num_decodes=jnp.int32(3))
-    _, pool = run(guesses, pool, second | step(0, 3, 6, 9, 9))
-    for given, kept in ((accepted, accepted), (None, [W] * 4)):
-        got = read_states(pool, slots, given)
-        for n in range(4):
-            S, stop = np.zeros((HV, K, V)), 0 if n == 0 else 3 * (n - 1) + kept[n]
-            places = [(prompt, t) for t in (range(7) if n == 0 else range(5 + 2 * n, 7 + 2 * n))]
-            places += [(guesses, t) for t in range(3 * (n - 1), stop)] if n else []
-            for text, t in places:
-                S, _ = linear_attention(S, **{name: np.float64(x[0, t]) for name, x in text.items()})
-            assert rms(got[n] - S) <= 2 * ACCURACY[dtype] * rms(S)
-    some = np.array([-1, SLOTS, 1], np.int32)
-    none = jax.jit(read_states)(pool, some, np.array([0, -5, 1], np.int32))
-    assert not none[:2].any()
-    np.testing.assert_allclose(none[2], read_states(pool, slots, accepted)[1], rtol=1e-5, atol=1e-6)
 
 
 def test_numbers_of_accepted_tokens():

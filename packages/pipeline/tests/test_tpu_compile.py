@@ -15,6 +15,7 @@ from chunkwise.dplr import chunk_dplr_delta_rule
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import inputs, tpu
+from tests import compilation
 
 pytestmark = pytest.mark.tpu
 
@@ -55,15 +56,7 @@ def test_operators_of_several_tokens_compile(name, n, chip):
         operator = functools.partial(chunk_gated_delta_product, num_householder=n)
         k, v, beta = spec(1, 96 * n, 1, 128), spec(1, 96 * n, 2, 128), inputs.spec(1, 96 * n, 2)
         x = dict(q=spec(1, 96, 1, 128), k=k, v=v, beta=beta, g=inputs.spec(1, 96, 2))
-
-    def run(x, cu_seqlens):
-        def loss(x):
-            o, state = operator(**x, cu_seqlens=cu_seqlens, output_final_state=True, implementation="fused")
-            return o.astype(jnp.float32).sum() + state.sum(), o
-
-        return jax.grad(loss, has_aux=True)(x)
-
-    text = tpu.compile_for(run, x, inputs.spec(4, dtype=jnp.int32), chip=chip).as_text()
+    text = compilation.compile_gradient(operator, x, inputs.spec(4, dtype=jnp.int32), chip, output_final_state=True)
     kernel = "gated_delta_rule" if name == "gated_delta_product" else name
     assert all(f"chunk_{kernel}_{part}_c64" in text for part in ("fwd", "bwd"))
 

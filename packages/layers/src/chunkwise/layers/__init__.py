@@ -1,5 +1,6 @@
 """Layers of linear attention, as pure functions of hidden states and of plain trees of weights."""
 
+from chunkwise.layers import delta_net, delta_net2, delta_product, kimi, lightning, mamba2, mlstm, rwkv7
 from chunkwise.layers.caches import Cache, empty_cache, empty_pool, read_cache, write_cache
 from chunkwise.layers.config import (
     GatedDeltaNet2Config,
@@ -13,78 +14,74 @@ from chunkwise.layers.config import (
     Rwkv7AttentionConfig,
 )
 from chunkwise.layers.decay import decayed
-from chunkwise.layers.delta_net import (
-    GatedDeltaNetWeights,
-    gated_delta_net,
-    init_gated_delta_net,
-    load_gated_delta_net,
-    ragged_gated_delta_net,
-    save_gated_delta_net,
-)
-from chunkwise.layers.delta_net2 import (
-    GatedDeltaNet2Weights,
-    gated_delta_net2,
-    init_gated_delta_net2,
-    load_gated_delta_net2,
-    ragged_gated_delta_net2,
-    save_gated_delta_net2,
-)
-from chunkwise.layers.delta_product import (
-    GatedDeltaProductWeights,
-    gated_delta_product,
-    init_gated_delta_product,
-    load_gated_delta_product,
-    ragged_gated_delta_product,
-    save_gated_delta_product,
-)
+from chunkwise.layers.delta_net import GatedDeltaNetWeights
+from chunkwise.layers.delta_net2 import GatedDeltaNet2Weights
+from chunkwise.layers.delta_product import GatedDeltaProductWeights
 from chunkwise.layers.files import open_checkpoint
 from chunkwise.layers.from_transformers import config_from
-from chunkwise.layers.kimi import (
-    KimiDeltaAttentionWeights,
-    init_kimi_delta_attention,
-    kimi_delta_attention,
-    load_kimi_delta_attention,
-    ragged_kimi_delta_attention,
-    save_kimi_delta_attention,
-)
-from chunkwise.layers.lightning import (
-    LightningAttentionWeights,
-    init_lightning_attention,
-    lightning_attention,
-    load_lightning_attention,
-    ragged_lightning_attention,
-    save_lightning_attention,
-)
-from chunkwise.layers.mamba2 import (
-    Mamba2Weights,
-    init_mamba2_mixer,
-    load_mamba2_mixer,
-    mamba2_mixer,
-    ragged_mamba2_mixer,
-    save_mamba2_mixer,
-)
-from chunkwise.layers.mlstm import (
-    MlstmLayerWeights,
-    init_mlstm_layer,
-    load_mlstm_layer,
-    mlstm_layer,
-    save_mlstm_layer,
-)
+from chunkwise.layers.kimi import KimiDeltaAttentionWeights
+from chunkwise.layers.lightning import LightningAttentionWeights
+from chunkwise.layers.mamba2 import Mamba2Weights
+from chunkwise.layers.mlstm import MlstmLayerWeights
 from chunkwise.layers.moving import cache_from_bytes, cache_to_bytes
 from chunkwise.layers.running import Step, offload_policy, remat_policy
 from chunkwise.layers.rwkv7 import (
     Rwkv7AttentionWeights,
-    init_rwkv7_attention,
-    load_rwkv7_attention,
     ragged_rwkv7_attention,
     rwkv7_attention,
-    save_rwkv7_attention,
 )
 from chunkwise.layers.saving import save_checkpoint
 from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
 __version__ = version.of(__name__)
+
+# Every function for users: a property of the record of its layer.
+gated_delta_net = delta_net.LAYER.over_sequences
+ragged_gated_delta_net = delta_net.LAYER.over_step
+init_gated_delta_net = delta_net.LAYER.random_weights
+load_gated_delta_net = delta_net.LAYER.loaded_weights
+save_gated_delta_net = delta_net.LAYER.saved_weights
+
+gated_delta_net2 = delta_net2.LAYER.over_sequences
+ragged_gated_delta_net2 = delta_net2.LAYER.over_step
+init_gated_delta_net2 = delta_net2.LAYER.random_weights
+load_gated_delta_net2 = delta_net2.LAYER.loaded_weights
+save_gated_delta_net2 = delta_net2.LAYER.saved_weights
+
+gated_delta_product = delta_product.LAYER.over_sequences
+ragged_gated_delta_product = delta_product.LAYER.over_step
+init_gated_delta_product = delta_product.LAYER.random_weights
+load_gated_delta_product = delta_product.LAYER.loaded_weights
+save_gated_delta_product = delta_product.LAYER.saved_weights
+
+kimi_delta_attention = kimi.LAYER.over_sequences
+ragged_kimi_delta_attention = kimi.LAYER.over_step
+init_kimi_delta_attention = kimi.LAYER.random_weights
+load_kimi_delta_attention = kimi.LAYER.loaded_weights
+save_kimi_delta_attention = kimi.LAYER.saved_weights
+
+lightning_attention = lightning.LAYER.over_sequences
+ragged_lightning_attention = lightning.LAYER.over_step
+init_lightning_attention = lightning.LAYER.random_weights
+load_lightning_attention = lightning.LAYER.loaded_weights
+save_lightning_attention = lightning.LAYER.saved_weights
+
+mamba2_mixer = mamba2.LAYER.over_sequences
+ragged_mamba2_mixer = mamba2.LAYER.over_step
+init_mamba2_mixer = mamba2.LAYER.random_weights
+load_mamba2_mixer = mamba2.LAYER.loaded_weights
+save_mamba2_mixer = mamba2.LAYER.saved_weights
+
+mlstm_layer = mlstm.LAYER.over_sequences
+init_mlstm_layer = mlstm.LAYER.random_weights
+load_mlstm_layer = mlstm.LAYER.loaded_weights
+save_mlstm_layer = mlstm.LAYER.saved_weights
+
+init_rwkv7_attention = rwkv7.LAYER.random_weights
+load_rwkv7_attention = rwkv7.LAYER.loaded_weights
+save_rwkv7_attention = rwkv7.LAYER.saved_weights
+
 __all__ = [
     "Cache",
     "GatedDeltaNet2Config",

@@ -152,8 +152,3 @@ LAYER = layer.Definition(
     "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _save,
     ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid"), _mix,
 )  # fmt: skip
-gated_delta_net = LAYER.over_sequences
-ragged_gated_delta_net = LAYER.over_step
-init_gated_delta_net = LAYER.random_weights
-load_gated_delta_net = LAYER.loaded_weights
-save_gated_delta_net = LAYER.saved_weights

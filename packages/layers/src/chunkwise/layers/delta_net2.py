@@ -134,8 +134,3 @@ LAYER = layer.Definition(
     "gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _save,
     ("gdn2",), _mix,
 )  # fmt: skip
-gated_delta_net2 = LAYER.over_sequences
-ragged_gated_delta_net2 = LAYER.over_step
-init_gated_delta_net2 = LAYER.random_weights
-load_gated_delta_net2 = LAYER.loaded_weights
-save_gated_delta_net2 = LAYER.saved_weights

@@ -133,8 +133,3 @@ LAYER = layer.Definition(
     "gated_delta_product", config.GatedDeltaProductConfig, GatedDeltaProductWeights, _split, _init, _load, _save,
     ("gated_deltaproduct",), _mix,
 )  # fmt: skip
-gated_delta_product = LAYER.over_sequences
-ragged_gated_delta_product = LAYER.over_step
-init_gated_delta_product = LAYER.random_weights
-load_gated_delta_product = LAYER.loaded_weights
-save_gated_delta_product = LAYER.saved_weights

@@ -139,8 +139,3 @@ LAYER = layer.Definition(
     "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _save,
     ("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "bailing_moe_v3_vl", "glm5_next"), _mix,
 )  # fmt: skip
-kimi_delta_attention = LAYER.over_sequences
-ragged_kimi_delta_attention = LAYER.over_step
-init_kimi_delta_attention = LAYER.random_weights
-load_kimi_delta_attention = LAYER.loaded_weights
-save_kimi_delta_attention = LAYER.saved_weights

@@ -293,7 +293,7 @@ class Definition(Generic[Config, Weights]):
     def _named(self, prefix: str, function: Any, signature: Any, doc: str | None) -> Any:
         """Return a function with its name for users, and with the types and the documentation of its signature."""
         function.__name__ = function.__qualname__ = prefix + self.name
-        function.__module__ = self.mix.__module__
+        function.__module__ = __package__
         classes = {Config: self.config, Weights: self.weights}
         kinds = signature.__annotations__
         function.__annotations__ = {name: classes.get(kind, kind) for name, kind in kinds.items()}

@@ -102,8 +102,3 @@ LAYER = layer.Definition(
     "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _split, _init, _load, _save,
     ("minimax", "minimax_text_01", "minimax_m1"), _mix,
 )  # fmt: skip
-lightning_attention = LAYER.over_sequences
-ragged_lightning_attention = LAYER.over_step
-init_lightning_attention = LAYER.random_weights
-load_lightning_attention = LAYER.loaded_weights
-save_lightning_attention = LAYER.saved_weights

@@ -155,8 +155,3 @@ LAYER = layer.Definition(
     "mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _save,
     ("mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"), _mix,
 )  # fmt: skip
-mamba2_mixer = LAYER.over_sequences
-ragged_mamba2_mixer = LAYER.over_step
-init_mamba2_mixer = LAYER.random_weights
-load_mamba2_mixer = LAYER.loaded_weights
-save_mamba2_mixer = LAYER.saved_weights

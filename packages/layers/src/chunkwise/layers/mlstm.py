@@ -124,7 +124,3 @@ def _mix(
 LAYER = layer.Definition(
     "mlstm_layer", config.MlstmLayerConfig, MlstmLayerWeights, _split, _init, _load, _save, ("xlstm",), _mix
 )
-mlstm_layer = LAYER.over_sequences
-init_mlstm_layer = LAYER.random_weights
-load_mlstm_layer = LAYER.loaded_weights
-save_mlstm_layer = LAYER.saved_weights

@@ -268,6 +268,3 @@ LAYER = layer.Definition(
 )  # fmt: skip
 rwkv7_attention = cast(_OverSequences, LAYER.over_sequences)
 ragged_rwkv7_attention = cast(_OverStep, LAYER.over_step)
-init_rwkv7_attention = LAYER.random_weights
-load_rwkv7_attention = LAYER.loaded_weights
-save_rwkv7_attention = LAYER.saved_weights
