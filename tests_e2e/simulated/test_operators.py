@@ -36,6 +36,7 @@ THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
     test_several_chunks_of_a_step=lambda dtype: dtype == "bfloat16",
+    test_chunks_in_turn=True,
     test_erase_gates=lambda gradients: gradients,
 )
 
@@ -57,6 +58,13 @@ def test_several_chunks_of_a_step(dtype, cores):
     assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config, keeps)
     operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
     assert_operator(operator, {}, (2, 140), True, True, dtype, kda.Config(1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])
+def test_chunks_in_turn(dtype, cores):
+    """Two rows of 8 chunks, two in a grid step, one after the other; and what the backward reads."""
+    keeps, config = dict(disable_recompute=dtype == "float32"), fused_gdn.Config(1, 1, turns=2)
+    assert_operator("gated_delta_rule", {}, (2, 128), True, True, dtype, config, keeps)
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])

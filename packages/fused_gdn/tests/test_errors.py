@@ -35,9 +35,15 @@ def test_common(function, bad, message):
         function(**{**make_inputs(1, 8, 2, 4, 16, 16), **bad})
 
 
-def test_config():
-    config = Config(heads=3, heads_bwd=4)
-    with pytest.raises(ValueError, match=re.escape("`config.heads` must divide 4 value heads; got 3.")):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(heads=3, heads_bwd=4), "`config.heads` must divide 4 value heads; got 3."),
+        (Config(4, 4, turns=0), "`config.turns` must be at least 1; got 0."),
+    ],
+)
+def test_config(config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         chunk_gated_delta_rule(**make_inputs(1, 8, 2, 4, 16, 16), implementation="fused", config=config)
 
 

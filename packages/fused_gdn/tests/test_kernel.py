@@ -44,7 +44,7 @@ def test_shapes_with_states(dtype, C, T, H, HV, K, V):
 def test_heads_of_a_step_fit_into_vmem(H, HV, C, K, heads, chunks, repeats):
     """A group of value heads too large for one step is cut, and its key head repeated; few heads take chunks."""
     config = tiles.default_for(H, HV, C, K, K)
-    assert config == Config(heads, heads, chunks)
+    assert config == Config(heads, heads, chunks, turns=2)
     assert tiles.key_repeats(H, HV, config) == repeats
     assert chunks * heads * tiles.vmem_bytes_per_head(C, K, K) <= tiles.VMEM_BUDGET < VMEM_LIMIT_BYTES
 

@@ -1,11 +1,14 @@
 """Several chunks a grid step, interpreted, against the float64 recurrence."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.inputs import make_inputs
 from tests import several_chunks_suite
+from tests.recurrence import assert_recurrence
+from tests.traced import launches
 
 MORE = dict(fwd=2, states=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Config(2, 2, chunks), MORE)
@@ -25,6 +28,19 @@ KERNEL = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Conf
 def test_values_and_gradients(dtype, sizes, more):
     x = make_inputs(*sizes, dtype=dtype, **more)
     KERNEL.assert_values_and_gradients(x, normalise=not more.get("normalise", True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_in_turn(dtype):
+    """Two rows of ten chunks, two in a grid step: the forward, and the states by the inverses that it made."""
+    x = make_inputs(2, 160, 1, 2, 24, 40, dtype=jnp.dtype(dtype), num_states=2, gate="resets")
+    call = lambda **x: chunk_gated_delta_rule(
+        **x, chunk_size=16, implementation="fused", config=Config(2, 2, turns=2), use_qk_l2norm_in_kernel=False
+    )
+    gradients = jax.grad(lambda x: call(**x)[0].astype(jnp.float32).sum())
+    counts = [(name.split("_")[-2], steps) for name, steps, _, _ in launches(gradients, x)]
+    assert counts == [("fwd", 2 * 6), ("states", 2 * 6), ("bwd", 2 * 10)]
+    assert_recurrence(call, x, output_final_state=True)
 
 
 def test_rows_are_isolated():

@@ -35,16 +35,21 @@ def assert_float32_accuracy(text, tensors):
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
-    ("C", "packed", "K", "disable_recompute"),
-    [(128, True, 128, False), (64, False, 256, False), (64, False, 128, True)],
+    ("C", "packed", "K", "T", "disable_recompute", "config"),
+    [
+        (128, True, 128, 600, False, Config(2, 2)),
+        (64, False, 256, 600, False, Config(2, 2, chunks=2)),
+        (64, False, 128, 600, True, Config(2, 2, chunks=2)),
+        (64, False, 128, 640, True, Config(2, 2, turns=2)),
+    ],
 )
-def test_forward_and_backward(chip, C, packed, K, disable_recompute):
+def test_forward_and_backward(chip, C, packed, K, T, disable_recompute, config):
     """The rows that are not packed are long enough for a forward of several chunks a grid step."""
 
     def gradients(q, k, v, g, beta, cu_seqlens, do):
         def run(*x):
             return chunk_gated_delta_rule(
-                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="fused", config=Config(2, 2, chunks=2),
+                *x, cu_seqlens=cu_seqlens, chunk_size=C, implementation="fused", config=config,
                 use_qk_l2norm_in_kernel=True, disable_recompute=disable_recompute,
             )[0]  # fmt: skip
 
@@ -52,7 +57,7 @@ def test_forward_and_backward(chip, C, packed, K, disable_recompute):
         return o, pull(do)
 
     cu_seqlens = jax.ShapeDtypeStruct((5,), jnp.int32) if packed else None
-    arguments = specs(600, 1, 2, K, K)
+    arguments = specs(T, 1, 2, K, K)
     text = tpu.compile_for(gradients, *arguments, cu_seqlens, arguments[2], chip=chip).as_text()
     # One launch forward; backward the states, unless they are kept, and the reverse pass.
     assert text.count('custom_call_target="tpu_custom_call"') == 3 - disable_recompute
@@ -61,13 +66,14 @@ def test_forward_and_backward(chip, C, packed, K, disable_recompute):
 
 def test_gradient_under_x64():
     """Under x64 a Python number is a float64, of which a kernel makes a float32 only where that is the same number."""
+    config = Config(2, 2, turns=2)
 
     def gradients(*x):
-        o, pull = jax.vjp(lambda *x: chunk_gated_delta_rule(*x, implementation="fused", config=Config(2, 2))[0], *x)
+        o, pull = jax.vjp(lambda *x: chunk_gated_delta_rule(*x, implementation="fused", config=config)[0], *x)
         return pull(o)
 
     with jax.enable_x64(True):
-        assert len(tpu.launches(tpu.compile_for(gradients, *specs(100, 1, 2, 128, 128)).as_text())) == 3
+        assert len(tpu.launches(tpu.compile_for(gradients, *specs(512, 1, 2, 128, 128)).as_text())) == 3
 
 
 @pytest.mark.parametrize("chip", CHIPS)

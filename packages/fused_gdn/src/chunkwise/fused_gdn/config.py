@@ -18,13 +18,16 @@ class Config:
         another. If a step does not hold whole groups of value heads that share a key head, q and k are repeated in
         memory.
       heads_bwd: the same for the backward, which holds more tiles at once.
-      chunks: the most chunks of a grid step over rows that are one sequence. Few heads leave units idle, and chunks
-        fill them.
+      chunks: the most chunks of a grid step in lock-step, over rows that are one sequence. Few heads leave units idle,
+        and chunks fill them.
+      turns: the chunks that a grid step takes one after the other where `chunks` is 1, over rows that are one sequence
+        of whole grid steps. A grid step takes a time of its own, so fewer of them are faster.
     """
 
     heads: int
     heads_bwd: int
     chunks: int = 1
+    turns: int = 1
 
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
@@ -36,12 +39,14 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
     """Return the Config for these shapes: as many whole groups of heads as fit, or as many heads of a group.
 
     There are blocks of heads for all cores of the device. Chunks are added up to 32 heads of all chunks together; 16
-    heads of one chunk keep narrow matrix units busy, those of v5e and v5p.
+    heads of one chunk keep narrow matrix units busy, those of v5e and v5p. Two turns are faster than one on all chips,
+    and take twice as long to compile.
     """
     size = vmem_bytes_per_head(C, K, V)
     heads = tuning.pick_heads(HV, H, size, min(32, max(1, HV // compat.cores())), VMEM_BUDGET)
     most = 32 if heads < 16 or compat.matrix_columns() > 128 else heads
-    return Config(heads=heads, heads_bwd=heads, chunks=max(1, min(8, min(most, VMEM_BUDGET // size) // heads)))
+    chunks = max(1, min(8, min(most, VMEM_BUDGET // size) // heads))
+    return Config(heads=heads, heads_bwd=heads, chunks=chunks, turns=2)
 
 
 def key_repeats(H: int, HV: int, config: Config) -> int:

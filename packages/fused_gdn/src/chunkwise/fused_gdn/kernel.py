@@ -93,6 +93,23 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
     )
 
 
+# Where a grid step has several chunks, these Refs have the tokens of all of them, or an entry for each.
+_TOKENS = "q", "k", "v", "g", "beta", "o", "v_new_over_beta"
+_ENTRIES = "A_inv", "h", "A_inv_out", "start", "end", "k_prev", "q_prev", "scores", "A", "blocks"
+
+
+def _turns_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+    """Do what `_fwd_kernel` does for every chunk of a grid step in turn; each prev is a grid step behind its cur."""
+    if refs.ht is not None:
+        # The block of the output stays in fast memory until the next row begins.
+        refs = refs._replace(state=refs.ht)
+    cur, prev = (chunk_loop.chunks_of(step, static) for step in chunk_loop.current_steps(None, 2, static))
+    for chunk, chunk_prev in zip(cur, prev, strict=True):
+        places = dict.fromkeys(_TOKENS, chunk.rows(s.C)) | dict.fromkeys(_ENTRIES, chunk.index)
+        own = {name: getattr(refs, name).at[at] for name, at in places.items() if getattr(refs, name) is not None}
+        _grid_step(refs._replace(**own), chunk, chunk_prev, static, s)
+
+
 def _grid_step(
     refs: GdnFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads
 ) -> None:
@@ -223,6 +240,12 @@ def pass_chunk(
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 
+def chunks_in_turn(x: Operands, static: FusedStatic) -> int:
+    """Return how many chunks a grid step takes in turn: several if each row is a long sequence of whole grid steps."""
+    turns, plain = static.config.turns, not static.varlen and x.owner is None and x.pool is None
+    return turns if plain and static.steps >= 4 * turns and static.readable % (turns * static.C) == 0 else 1
+
+
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the forward kernel, the arguments of `launcher.launch`.
 
@@ -237,6 +260,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
       The pool is updated in place.
     """
     B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
+    turns = chunks_in_turn(x, static)
+    static, each = static.in_steps_of(turns), (turns,) if turns > 1 else ()
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
     key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)
@@ -245,27 +270,28 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     available: dict[str, Any] = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-        "h": (prev.per_step(s.heads, s.K, s.V), (B, steps, HV, s.K, s.V), dtype),
+        "h": (prev.per_chunk(s.heads, s.K, s.V), (B, steps, HV, s.K, s.V), dtype),
         "v_new_over_beta": (value, x.v.shape, jnp.float32),
-        "A_inv": (prev.per_step(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
+        "A_inv": (prev.per_chunk(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
     # The state, and the arrays that a grid step leaves for the next one.
-    scratch: dict[str, Any] = {"start": matrix, "end": matrix, "k_prev": pltpu.VMEM((keys, s.C, s.K), dtype)}
+    of_heads, of_keys = (*each, *matrix), pltpu.VMEM((*each, keys, s.C, s.K), dtype)
+    scratch: dict[str, Any] = {"start": of_heads, "end": of_heads, "k_prev": of_keys}
     if "ht" not in outputs:
         scratch["state"] = s.heads, s.K, s.V
     if multi_sequence:
         scratch |= {"nonfinite_rows": (1, s.C, 1), "owner_prev": pltpu.VMEM((1, 1, s.p * s.C), jnp.int32)}
     if with_output:
         parts = 2 if dtype == jnp.bfloat16 else 1
-        scratch["q_prev"] = pltpu.VMEM((keys, s.C, s.K), dtype)
-        scratch["scores"] = pltpu.VMEM((n, s.C, parts * s.p * s.C), dtype)
+        scratch["q_prev"] = of_keys
+        scratch["scores"] = pltpu.VMEM((*each, n, s.C, parts * s.p * s.C), dtype)
     if x.A_inv is None:
-        scratch |= {"A": matrix, "blocks": (n, inverse.first_block_rows(s.C), s.p * s.C)}
+        scratch |= {"A": of_heads, "blocks": (*each, n, inverse.first_block_rows(s.C), s.p * s.C)}
     estimate = cost.cost if with_output else cost.states_cost
     return dict(
-        body=functools.partial(_fwd_kernel, static=static, s=s),
+        body=functools.partial(_turns_kernel if turns > 1 else _fwd_kernel, static=static, s=s),
         refs=GdnFwdRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
@@ -282,7 +308,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
             "initial_state": (x.initial_state, state),
             "owner": (x.owner, cur.owner(s.p * s.C)),
             "pool": (x.pool, prev.state(*slot)),
-            "A_inv": (x.A_inv, prev.per_step(*matrix)),
+            "A_inv": (x.A_inv, prev.per_chunk(*matrix)),
         },
         outputs=available,
         requested=outputs,

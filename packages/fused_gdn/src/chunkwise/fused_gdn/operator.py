@@ -29,6 +29,9 @@ def config_for(x: Arguments, options: Options) -> config.Config:
             heads >= 1 and HV % heads == 0,
             f"`config.{name}` must divide {HV} value heads; got {heads}.",
         )
+    for name in ("chunks", "turns"):
+        number = getattr(sizes, name)
+        checks.check(number >= 1, f"`config.{name}` must be at least 1; got {number}.")
     return sizes
 
 
