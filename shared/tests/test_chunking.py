@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.kernels.chunking import Chunking, num_chunks, pad_tokens, stream_masks, varlen_tiles
+from chunkwise.shared.kernels.chunking import Chunking, num_chunks, stream_masks, varlen_tiles
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.stage_oracle import chunks_of
 
@@ -90,11 +90,6 @@ def test_constant_gate_stops_at_the_last_valid_row():
 
 def test_no_gate_is_a_gate_of_zero():
     assert not Chunking(1, 18, 16).split_gates(None, 3).any()
-
-
-def test_pad_tokens():
-    padded = pad_tokens(jnp.ones((1, 3, 2)), 5)
-    np.testing.assert_array_equal(padded[0, :, 0], [1, 1, 1, 0, 0])
 
 
 @settings(max_examples=30, deadline=None)

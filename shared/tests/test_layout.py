@@ -7,7 +7,6 @@ import pytest
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import chunk_steps, layout
-from chunkwise.shared.kernels.chunking import token_owners
 from chunkwise.shared.kernels.launcher import pallas_call
 from chunkwise.shared.testing.inputs import boundaries
 
@@ -61,10 +60,6 @@ def test_states_of_empty_sequences():
     np.testing.assert_array_equal(layout.unless_empty(states, start, cu_seqlens)[1], start[1])
     np.testing.assert_array_equal(layout.unless_empty(states, start, cu_seqlens)[::2], states[::2])
     assert not layout.unless_empty(states, None, cu_seqlens)[1].any()
-
-
-def test_token_owners():
-    np.testing.assert_array_equal(token_owners(6, boundaries(2, 0, 1)), [0, 0, 2, 3, 3, 3])
 
 
 @pytest.mark.parametrize("width", [8, 16])

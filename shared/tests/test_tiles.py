@@ -49,13 +49,6 @@ def test_exponentials_are_masked_before_and_after():
     assert_close("decay", tiles.pair_decay(G.mT, G, tiles.lower(8))[0], want, STAGE_TOLERANCE)
 
 
-def test_gates_that_forget_everything():
-    clipped = tiles.clip_gate(jnp.array([-jnp.inf, -1e9, -100.0, 0.0], jnp.bfloat16))
-    np.testing.assert_array_equal(clipped, [-110.0, -110.0, -100.0, 0.0])
-    assert clipped.dtype == jnp.float32
-    assert jnp.exp(clipped[0]) == 0.0
-
-
 def test_l2norm_and_its_gradient():
     x, dy = 3 * tile(2, 4, 8), tile(2, 4, 8, seed=1)
     exact = np.asarray(x, np.float64)
@@ -122,11 +115,6 @@ def test_moving_tiles():
     np.testing.assert_array_equal(packed.diagonal_blocks(blocks, 2), x)
     assert blocks.astype(bool).sum() == x.astype(bool).sum()
     assert packed.place_tiles([x]) is x
-
-
-def test_rotate():
-    x = tile(1, 8, 128)
-    np.testing.assert_array_equal(jax.jit(lambda x: packed.rotate(x, -3))(x), jnp.roll(x, -3, axis=2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
