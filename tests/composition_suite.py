@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
     Attributes:
       chunk, recurrent, ragged: its functions.
-      definition: a step of `definitions`.
+      definition: one of `definitions`.
       inputs: from the rows, tokens and sizes (H, HV, K, V), and named type, gate, seed and states, to inputs by name.
       gates: the names of inputs whose gradients have the tolerance of gates.
       static: static arguments of all functions.
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     chunk: Callable
     recurrent: Callable
     ragged: Callable
-    definition: definitions.Step
+    definition: definitions.Definition
     inputs: Callable[..., dict[str, jax.Array]]
     gates: tuple[str, ...]
     static: Mapping[str, Any] = MappingProxyType({})

@@ -1,15 +1,16 @@
 """The layers in float64 numpy, from the recurrence of their operators, token by token."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from chunkwise import layers
+from chunkwise.mlstm import MlstmState
 from chunkwise.shared.testing import conv_norm_oracle, definitions
 from chunkwise.shared.testing.oracle import reference
 from tests.laws import law_reference
-from tests.mlstm_definition import definition as mlstm_definition
 
 SIZES = dict(D=20, H=2, HV=4, K=12, V=8)
 
@@ -178,7 +179,7 @@ def gated_delta_product_oracle(c: layers.GatedDeltaProductConfig, x, w, cache: l
     rates = law_reference(b, b, np.zeros(c.HV), np.zeros(c.HV), allow_neg_eigval=c.allow_neg_eigval)[0]["beta"]
     named = dict(q=q.reshape(B, T, c.H, c.K), k=steps(others[:n], c.H, c.K), v=steps(others[n:], c.HV, c.V))
     o, state = define(
-        definitions.gated_delta_product,
+        definitions.GATED_DELTA_PRODUCT,
         named | dict(g=decays, beta=rates),
         cache,
         packing,
@@ -202,7 +203,7 @@ def rwkv7_oracle(c: layers.Rwkv7AttentionConfig, x, w, cache: layers.Cache | Non
     removed = heads(k * w.k_k)
     removed = removed / np.linalg.norm(removed, axis=-1, keepdims=True)
     named = dict(q=heads(xr @ w.r), k=heads(k * (1 + (rate - 1) * w.k_a)), v=v, a=-removed, b=removed * heads(rate))
-    o, state = define(definitions.dplr_delta_rule, named | dict(gk=heads(gk)), cache, packing, scale=1.0)
+    o, state = define(definitions.DPLR_DELTA_RULE, named | dict(gk=heads(gk)), cache, packing, scale=1.0)
     o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + c.eps)
     y = o * heads(w.norm) + heads(w.norm_bias)
     y = y + np.sum(named["q"] * named["k"] * w.r_k, axis=-1, keepdims=True) * v
@@ -219,13 +220,11 @@ def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, p
     heads = dict(q=x @ w.q, k=x @ w.k, v=x @ w.v).items()
     named = {part: y.reshape(*x.shape[:2], c.HV if part == "v" else c.H, -1) for part, y in heads}
     named |= dict(i=capped(x @ w.i + w.i_bias), f=capped(x @ w.f + w.f_bias))
-    with jax.enable_x64(True):
-        named |= {} if cache is None else dict(initial_state=cache.state)
-        wide = jax.tree.map(lambda y: np.asarray(y, np.float64), named)
-        o, state = jax.tree.map(np.asarray, mlstm_definition(wide, **packing, eps=c.divisor_eps))
+    step = functools.partial(definitions.mlstm, eps=c.divisor_eps)
+    o, state = define(definitions.MLSTM._replace(step=step), named, cache, packing)
     o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + c.eps)
     gate = conv_norm_oracle.activation(x @ w.z, "sigmoid")
-    return (o.reshape(gate.shape) * w.norm * gate) @ w.out, layers.Cache((), state)
+    return (o.reshape(gate.shape) * w.norm * gate) @ w.out, layers.Cache((), MlstmState(*state))
 
 
 BY_COMPOSITION = {

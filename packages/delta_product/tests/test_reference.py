@@ -36,7 +36,7 @@ def kind(n: int, **static) -> Kind:
     """Return the operator of n steps a token."""
     return Kind(
         chunk_gated_delta_product, recurrent_gated_delta_product, ragged_gated_delta_product,
-        definitions.gated_delta_product, functools.partial(make_product_inputs, n=n), ("g", "beta"),
+        definitions.GATED_DELTA_PRODUCT, functools.partial(make_product_inputs, n=n), ("g", "beta"),
         dict(num_householder=n) | static,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from chunkwise.shared.testing.inputs import make_dplr_inputs
 from tests.composition_suite import CompositionTests, Kind, assert_values_and_gradients
 
 KIND = Kind(
-    chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule, definitions.dplr_delta_rule,
+    chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule, definitions.DPLR_DELTA_RULE,
     make_dplr_inputs, ("gk",),
 )  # fmt: skip
 NAMES = {"q": "r", "gk": "w"}

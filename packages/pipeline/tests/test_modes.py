@@ -9,17 +9,18 @@ gates per head. Without jit, where every operation is a program of its own, the 
 """
 
 import contextlib
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, RECURRENT, operator_inputs
-from chunkwise.shared.testing.compare import assert_close, tolerance
+from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, operator_inputs
+from chunkwise.shared.testing.compare import assert_close, by_part, tolerance
 from chunkwise.shared.testing.inputs import boundaries
-from chunkwise.shared.testing.oracle import reference
 
+EVERY = OPERATORS | COMPOSED
 MODES = {
     "x64": {"jax_enable_x64": True},
     "strict": {
@@ -58,7 +59,7 @@ def sample():
     """Return (mode, operator, implementation, what the sequences are)."""
     cases = [
         (mode, operator.name, implementation, "pack")
-        for operator in OPERATORS.values()
+        for operator in EVERY.values()
         for implementation in operator.implementations
         for mode in ("x64", "strict")
         if ONCE.get((operator.name, implementation), "none" if implementation == "staged" else mode) == mode
@@ -75,13 +76,16 @@ def sample():
 def repeats(mode, name, implementation, sequences):
     """Return whether a case of the sample repeats another in a second mode, or has no jit, which takes long."""
     # Gates per head in 64-bit mode and gates per channel under the strict modes.
-    first = ONCE.get((name, implementation), "strict" if OPERATORS[name].per_channel else "x64")
+    strict = EVERY[name].per_channel or "mlstm" in name
+    first = ONCE.get((name, implementation), "strict" if strict else "x64")
     slowest = ("chunk_gla", "staged"), ("chunk_kda", "fused"), ("chunk_kda", "xla")
     # Their gates are a part of others.
     slowest += ("chunk_gla", "fused"), ("chunk_gla", "xla"), ("chunk_simple_gla", "xla"), ("chunk_simple_gla", "fused")
     slowest += ("recurrent_gla", "xla"), ("recurrent_simple_gla", "xla")
     # Plain JAX has the rules of types that the recurrent functions show.
     slowest += (("chunk_gated_delta_rule", "xla"),)
+    # Their kernels are those of others.
+    slowest += tuple((name, "fused") for name in COMPOSED if name != "chunk_mlstm")
     return mode != first or sequences == "segments" or (name, implementation) in slowest
 
 
@@ -94,14 +98,15 @@ THOROUGH = dict(
 
 @pytest.mark.parametrize(("mode", "name", "implementation", "sequences"), sample())
 def test_results_and_gradients(mode, name, implementation, sequences):
-    operator = OPERATORS[name]
+    operator = EVERY[name]
     told = {"cu_seqlens": PACKED} if sequences == "pack" else {"segment_ids": SEGMENTS}
-    x = operator_inputs(operator, 1, 20, 1, 1, 8, 16, num_states=len(PACKED) - 1 if sequences == "pack" else 1)
+    x = operator.source.inputs(1, 20, 1, 1, 8, 16, num_states=len(PACKED) - 1 if sequences == "pack" else 1)
     rng = np.random.default_rng(1)
-    do, dht = (jnp.asarray(rng.standard_normal(x[n].shape), jnp.float32) for n in ("v", "initial_state"))
-    options = {"chunk_size": 16} if operator.chunked else {}
-    if operator.delta:
-        options["use_qk_l2norm_in_kernel"] = True
+    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), jnp.float32)
+    do, dht = draw(x["v"][:, :20]), jax.tree.map(draw, x["initial_state"])
+    flags = {"use_qk_l2norm_in_kernel": True}
+    flags = flags if flags.keys() <= inspect.signature(operator.function).parameters.keys() else {}
+    options = flags | operator.static | ({"chunk_size": 16} if operator.chunked else {})
 
     @jax.jit
     def run(x, do, dht):
@@ -113,41 +118,43 @@ def test_results_and_gradients(mode, name, implementation, sequences):
 
     with under(mode):
         (o, state), gradients = jax.block_until_ready(run(x, do, dht))
-    options.pop("chunk_size", None)
-    o_ref, state_ref, expected = reference(**x, **options, **told, do=do, dht=dht)
-    results = {"o": (o, o_ref), "final_state": (state, state_ref)}
-    results |= {f"d{n}": (gradients[n], dx) for n, dx in expected.items()}
-    for result, (got, want) in results.items():
-        assert got.dtype == jnp.float32, result
-        assert_close(result, got, want, tolerance(result, "float32"))
+    o_ref, state_ref, expected = operator.source.reference(x, **flags, **told, do=do, dht=dht)
+    found = by_part({"o": o, "final_state": state} | {f"d{name}": y for name, y in gradients.items()})
+    for name, want in by_part(
+        {"o": o_ref, "final_state": state_ref} | {f"d{n}": y for n, y in expected.items()}
+    ).items():
+        assert found[name].dtype == jnp.float32, name
+        assert_close(name, found[name], want, tolerance(name, "float32"))
 
 
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("operator", EVERY.values(), ids=EVERY)
 def test_float64_inputs_are_refused(operator):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8, num_states=1)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8, num_states=1)
+    leaves, kind = jax.tree.flatten(x)
     with under("x64"):
-        for name in x:
-            wide = x | {name: np.asarray(x[name], np.float64)}
+        for n, name in enumerate(by_part({name: x[name] for name in sorted(x)})):
+            wide = jax.tree.unflatten(kind, [np.asarray(y, np.float64) if i == n else y for i, y in enumerate(leaves)])
             with pytest.raises(ValueError, match=f"`{name}` must be float32, bfloat16 or float16; got float64"):
-                operator.function(**wide)
+                operator.function(**wide, **operator.static)
 
 
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("operator", EVERY.values(), ids=EVERY)
 def test_a_float64_scale_is_a_float32_scale(operator):
     """A number that is traced is float64 in 64-bit mode."""
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8) | operator.static
     expected = operator.function(**x, scale=0.3)[0]
     with under("x64"):
-        o = jax.jit(lambda x, scale: operator.function(**x, scale=scale)[0])(x, np.float64(0.3))
+        o = jax.jit(lambda scale: operator.function(**x, scale=scale)[0])(np.float64(0.3))
     assert o.dtype == jnp.float32
     assert_close("o", o, expected, tolerance("o", "float32"))
 
 
 def test_the_sample_holds_all_implementations():
     names = {(name, implementation) for _, name, implementation, _ in sample()}
-    missing = {(x.name, i) for x in (*CHUNKED, *RECURRENT) for i in x.implementations} - names
+    missing = {(x.name, i) for x in EVERY.values() for i in x.implementations} - names
     # Their stages are those of the other two.
-    assert missing == {(f"chunk_{name}", "staged") for name in ("kda", "gdn2", "comba", "simple_gla")}
+    others = "kda", "gdn2", "comba", "simple_gla", "gated_delta_product", "dplr_delta_rule"
+    assert missing == {(f"chunk_{name}", "staged") for name in others}
 
 
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)

@@ -37,19 +37,22 @@ class Operator:
       check: raises ValueError where its tensors, their gates or its options are wrong.
       implementations: by name, the best for a TPU first.
       erase_before_decay: whether its erase keys read the state before the decay of their token.
+      warns: whether it warns of tensors that seem to be head-first; of several in one call, one does.
     """
 
     name: str
     check: Callable[[Arguments, Options], None]
     implementations: dict[str, Implementation]
     erase_before_decay: bool = False
+    warns: bool = True
 
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over whole sequences, chunk by chunk; the output has the tokens that q has."""
         x, options = self._taken(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
         x = arguments.check_shared(x, options)
-        arguments.warn_head_first(x, options)
+        if self.warns:
+            arguments.warn_head_first(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name = f"chunk_{self.name}"
         o, states = _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,8 @@ class Program(NamedTuple):
         except Exception as problem:  # after any exception the other kernels are still to be checked
             text = str(problem).strip().splitlines()
             return Row(*self.label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
-        errors = {name: compare.error(results[name], want) for name, want in self.expected().items()}
+        results, exact = (compare.by_part(x) for x in (results, self.expected()))
+        errors = {name: compare.error(results[name], want) for name, want in exact.items()}
         # The result with the largest ratio of error to tolerance.
         worst = max(errors, key=lambda name: errors[name] / self.tolerance(name))
         return Row(*self.label, worst, errors[worst], self.tolerance(worst), statistics.median(seconds))
@@ -136,7 +137,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
         label = operator.name, check.implementation, case.dtype, check.label + suffix
         exact = functools.partial(_exact, operator.source, case, check.states)
         expected = exact if suffix else lambda exact=exact: {n: exact()[n] for n in ("o", "final_state")}
-        limit = functools.partial(compare.tolerance, dtype=case.dtype)
+        limit = functools.partial(operator.source.tolerance, dtype=case.dtype)
         yield Program(label, _compile(pool, fn, args), args, expected, limit)
 
 
@@ -167,7 +168,7 @@ def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[s
 
 
 @functools.cache
-def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, jax.Array]:
+def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
     """Return the inputs of an operator, the same arrays for all operators that take the same arguments."""
     N = case.B if case.lengths is None else len(case.lengths)
     return source.inputs(
@@ -176,17 +177,18 @@ def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, jax.Arr
     )  # fmt: skip
 
 
-def _cotangents(x: dict[str, jax.Array], case: cases.Case) -> dict[str, jax.Array]:
+def _cotangents(x: dict[str, Any], case: cases.Case) -> dict[str, Any]:
     """Return cotangents of the results for inputs x, seeded."""
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal((case.B, case.T, case.HV, case.V)), case.dtype)
     if "initial_state" not in x:
         return {"o": do}
-    return {"o": do, "final_state": jnp.asarray(rng.standard_normal(x["initial_state"].shape), jnp.float32)}
+    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), jnp.float32)
+    return {"o": do, "final_state": jax.tree.map(draw, x["initial_state"])}
 
 
 @functools.cache
-def _exact(source: Source, case: cases.Case, states: bool) -> dict[str, np.ndarray]:
+def _exact(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
     """Return the results of an operator and all gradients in float64."""
     x = _inputs(source, case, states)
     cotangents = _cotangents(x, case)

@@ -17,7 +17,9 @@ from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recu
 from chunkwise.fused_gla.cost import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
-from chunkwise.shared.testing import definitions, inputs, oracle
+from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
+from chunkwise.shared.kernels import packed
+from chunkwise.shared.testing import compare, definitions, inputs, oracle
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
 from chunkwise.two_keys import cost as two_keys_cost
 
@@ -37,21 +39,37 @@ class Recurrence(NamedTuple):
         """Return o, the final states, and with cotangents the gradients, in float64."""
         return oracle.reference(**x, **options)
 
+    def tolerance(self, name: str, dtype: str) -> float:
+        """Return the tolerance of a result or, named with a leading d, a gradient."""
+        return compare.tolerance(name, dtype)
+
 
 class Composition(NamedTuple):
-    """The same of an operator that runs another one: its definition, the maker of its inputs, static arguments."""
+    """The same of an operator that runs another one.
 
-    definition: definitions.Step
-    make: Callable[..., dict[str, jax.Array]]
+    Attributes:
+      definition: its definition.
+      make: the maker of its inputs.
+      static: static arguments.
+      gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
+    """
+
+    definition: definitions.Definition
+    make: Callable[..., dict[str, Any]]
     static: tuple[tuple[str, Any], ...] = ()
+    gradients: tuple[tuple[str, float], ...] = ()
 
-    def inputs(self, *sizes: int, **options) -> dict[str, jax.Array]:
+    def inputs(self, *sizes: int, **options) -> dict[str, Any]:
         """Return seeded inputs of B, T, H, HV, K, V by name."""
         return self.make(*sizes, **options)
 
     def reference(self, x: dict, **options) -> tuple:
         """Return o, the final states, and with cotangents the gradients, in float64."""
         return definitions.reference(self.definition, x, **options)
+
+    def tolerance(self, name: str, dtype: str) -> float:
+        """Return the tolerance of a result or, named with a leading d, a gradient."""
+        return max(compare.tolerance(name, dtype), dict(self.gradients).get(dtype, 0.0) * name.startswith("d"))
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,17 @@ def _of_tokens(cost: Callable[..., pl.CostEstimate], n: int) -> Callable[..., pl
     return lambda *, T, **sizes: cost(T=T * n, **sizes)
 
 
+def _mlstm_cost(*, V: int, **sizes) -> pl.CostEstimate:
+    """Return the cost of simple gated linear attention over the values, and over the weights in one register."""
+    costs = [gla_cost(V=width, **sizes) for width in (V, packed.LANES)]
+    return pl.CostEstimate(**{name: sum(getattr(x, name) for x in costs) for name in vars(costs[0])})
+
+
+def _mlstm_inputs(*sizes: int, **options) -> dict[str, Any]:
+    x = inputs.make_mlstm_inputs(*sizes, **options)
+    return x | ({"initial_state": MlstmState(*x["initial_state"])} if "initial_state" in x else {})
+
+
 _RECURRENT = ("xla", "fused")
 _CHUNK = ("xla", "staged", "fused")
 
@@ -129,19 +158,22 @@ OPERATORS = {
     )
 }
 
-_PRODUCT = Composition(definitions.gated_delta_product, inputs.make_product_inputs, (("num_householder", 2),))
-_DPLR = Composition(definitions.dplr_delta_rule, inputs.make_dplr_inputs)
+_PRODUCT = Composition(definitions.GATED_DELTA_PRODUCT, inputs.make_product_inputs, (("num_householder", 2),))
+_DPLR = Composition(definitions.DPLR_DELTA_RULE, inputs.make_dplr_inputs)
+_MLSTM = Composition(definitions.MLSTM, _mlstm_inputs, gradients=tuple(compare.AMPLIFIED.items()))
 
 COMPOSED = {
     operator.name: operator
     for operator in (
         Entry(recurrent_gated_delta_product, True, "head", _RECURRENT, composition=_PRODUCT),
         Entry(recurrent_dplr_delta_rule, True, "channel", _RECURRENT, composition=_DPLR),
+        Entry(recurrent_mlstm, False, "head", _RECURRENT, composition=_MLSTM),
         Entry(chunk_gated_delta_product, True, "head", _CHUNK, _of_tokens(gdn_cost, 2), composition=_PRODUCT),
         Entry(chunk_dplr_delta_rule, True, "channel", _CHUNK, _of_tokens(kda_cost, 2), composition=_DPLR),
+        Entry(chunk_mlstm, False, "head", _RECURRENT, _mlstm_cost, composition=_MLSTM),
     )
 }
-"""The operators that run one of `OPERATORS` over other tokens: `chunkwise check` and the benchmarks read them."""
+"""The operators that run one of `OPERATORS` over other tokens or values, for `chunkwise check` and the benchmarks."""
 
 CHUNKED = tuple(operator for operator in OPERATORS.values() if operator.chunked)
 RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.chunked)

@@ -6,14 +6,24 @@ They share no code with the operators that they judge, and do not know into whic
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# From the state [HV, K, V] and the arrays of a token, heads first, to the next state and the output [HV, V].
-Step = Callable[[jax.Array, dict[str, jax.Array], float], tuple[jax.Array, jax.Array]]
+# A state of arrays [HV, ...]: one array [HV, K, V], or a tuple.
+State = Any
+# From the state and the arrays of a token, heads first, to the next state and the output [HV, V].
+Step = Callable[[State, dict[str, jax.Array], float], tuple[State, jax.Array]]
+
+
+class Definition(NamedTuple):
+    """An operator: the step of a token, the state before the first token, and what it reads of an initial state."""
+
+    step: Step
+    empty: Callable[[int, int, int], State] = lambda HV, K, V: jnp.zeros((HV, K, V))
+    read: Callable[[State], State] = lambda state: state
 
 
 def gated_delta_product(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
@@ -34,8 +44,39 @@ def dplr_delta_rule(S: jax.Array, token: dict[str, jax.Array], scale: float) -> 
     return S, scale * jnp.einsum("hkv,hk->hv", S, token["q"])
 
 
+Fixed = Callable[[jax.Array], jax.Array]
+
+
+def mlstm(
+    state: State, token: dict[str, jax.Array], scale: float, eps: float = 1e-6, fixed: Fixed = jax.lax.stop_gradient
+) -> tuple[State, jax.Array]:
+    """Decay C and n, and write; by the function `fixed` the stabilisers have no gradient."""
+    (C, n, m), log_f = state, jax.nn.log_sigmoid(token["f"])
+    new = fixed(jnp.maximum(log_f + m, token["i"]))
+    share = lambda y: jnp.where(jnp.isneginf(y), 0.0, jnp.exp(y - jnp.where(jnp.isneginf(new), 0.0, new)))
+    decay, weight = share(log_f + m), share(token["i"])
+    C = decay[:, None, None] * C + jnp.einsum("h,hk,hv->hkv", weight, token["k"], token["v"])
+    n = decay[:, None] * n + weight[:, None] * token["k"]
+    divisor = jnp.maximum(jnp.abs(scale * jnp.einsum("hk,hk->h", n, token["q"])), jnp.exp(-new)) + eps
+    return (C, n, new), scale * jnp.einsum("hkv,hk->hv", C, token["q"]) / divisor[:, None]
+
+
+def read_mlstm_states(state: State, fixed: Fixed = jax.lax.stop_gradient) -> State:
+    """Return the states with fixed stabilisers: a state is C e^m, so the gradient of m is that of the size of C, n."""
+    C, n, m = state
+    change = jnp.where(jnp.isneginf(m), 1.0, jnp.exp(jnp.where(jnp.isneginf(m), 0.0, m - fixed(m))))
+    return C * change[..., None, None], n * change[..., None], fixed(m)
+
+
+GATED_DELTA_PRODUCT = Definition(gated_delta_product)
+DPLR_DELTA_RULE = Definition(dplr_delta_rule)
+MLSTM = Definition(
+    mlstm, lambda HV, K, V: (jnp.zeros((HV, K, V)), jnp.zeros((HV, K)), jnp.full(HV, -jnp.inf)), read_mlstm_states
+)
+
+
 def reference(
-    step: Step,
+    definition: Definition,
     x: dict[str, Any],
     *,
     scale: float | None = None,
@@ -44,43 +85,43 @@ def reference(
     segment_ids=None,
     do=None,
     dht=None,
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+) -> tuple[np.ndarray, Any, dict[str, Any]]:
     """Return o, the final states, and the gradients of sum(o * do) + sum(states * dht) by name, in float64.
 
     Without cotangents there are no gradients.
 
     Args:
-      step: a definition of this module.
+      definition: a definition of this module.
       x: the inputs by name, of any types: q [B, T, H, K] and the tensors of the operator, whose T may be a multiple of
-        that of q; initial_state [N, HV, K, V], if there is one.
+        that of q; initial_state, arrays [N, HV, ...], if there is one.
       scale, use_qk_l2norm_in_kernel, cu_seqlens, segment_ids: as in the operator.
       do, dht: the cotangents; one that is None counts as zeros.
     """
-    x = {name: np.asarray(y, np.float64) for name, y in x.items()}
+    wide = lambda tree: jax.tree.map(lambda y: np.asarray(y, np.float64), tree)
+    x = wide(x)
     (B, T, _, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
-    begins, valid, ends = sequences(B, T, cu_seqlens, segment_ids)
-    N = len(ends)
-    x = {"initial_state": np.zeros((N, HV, K, V))} | x
+    begins, valid, ends = _sequences(B, T, cu_seqlens, segment_ids)
+    empty = wide(definition.empty(HV, K, V))
+    x = {"initial_state": jax.tree.map(lambda y: np.stack([y] * len(ends)), empty)} | x
     inside = lambda y: np.where(
         np.repeat(valid, y.shape[1] // T, 1).reshape(*y.shape[:2], *(1,) * (y.ndim - 2)), y, 0.0
     )
     x = {name: y if name == "initial_state" else inside(y) for name, y in x.items()}
     scale = K**-0.5 if scale is None else float(scale)
     with jax.enable_x64(True):
-        x = {name: jnp.asarray(y) for name, y in x.items()}
-        run = functools.partial(_run, step, scale, use_qk_l2norm_in_kernel)
+        x = jax.tree.map(jnp.asarray, x)
+        run = functools.partial(_run, definition, scale, use_qk_l2norm_in_kernel)
         places = begins, valid, np.asarray([(-1, -1) if end is None else end for end in ends])
         if do is None and dht is None:
-            o, states = run(x, *places)
-            return np.asarray(o), np.asarray(states), {}
+            return *wide(run(x, *places)), {}
         do = np.zeros((B, T, HV, V)) if do is None else inside(np.asarray(do, np.float64))
-        dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
-        (o, states), pull = jax.vjp(lambda x: run(x, *places), x)
-        (gradients,) = pull((jnp.asarray(do), jnp.asarray(dht)))
-        return np.asarray(o), np.asarray(states), {name: np.asarray(y) for name, y in gradients.items()}
+        results, pull = jax.vjp(lambda x: run(x, *places), x)
+        dht = jax.tree.map(jnp.zeros_like, results[1]) if dht is None else wide(dht)
+        (gradients,) = pull((jnp.asarray(do), jax.tree.map(jnp.asarray, dht)))
+        return *wide(results), wide(gradients)
 
 
-def sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.ndarray, list]:
+def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.ndarray, list]:
     """Return how sequences lie in the rows.
 
     Returns:
@@ -107,10 +148,11 @@ def sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.n
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(step: Step, scale: float, normalise: bool, x: dict[str, jax.Array], begins, valid, ends):
+def _run(definition: Definition, scale: float, normalise: bool, x: dict[str, Any], begins, valid, ends):
     """Return o and the final states; heads of keys are repeated for their value heads."""
-    first, (B, T) = x["initial_state"], begins.shape
-    HV = first.shape[1]
+    (B, T), K, (HV, V) = begins.shape, x["q"].shape[3], x["v"].shape[2:]
+    first, empty = definition.read(x["initial_state"]), definition.empty(HV, K, V)
+    kind = jax.tree.structure(x["initial_state"])
     x = {name: y for name, y in x.items() if name != "initial_state"}
     if normalise:
         unit = lambda y: y / jnp.sqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)
@@ -118,16 +160,18 @@ def _run(step: Step, scale: float, normalise: bool, x: dict[str, jax.Array], beg
     x = {name: jnp.repeat(y, HV // y.shape[2], axis=2) for name, y in x.items()}
     # The arrays with n entries for a token have [n, HV, ...] in a token.
     x = {name: y if y.shape[1] == T else y.reshape(B, T, -1, *y.shape[2:]) for name, y in x.items()}
-    states = jnp.concatenate([first, jnp.zeros_like(first[:1])])
+    states = jax.tree.map(lambda y, none: jnp.concatenate([y, none[None]]), first, empty)
+    where = lambda which, *trees: jax.tree.map(functools.partial(jnp.where, which), *trees)
 
     def one(S, token):
         begin, exists, arrays = token
-        S = jnp.where(begin >= 0, states[begin], S)
-        after, o = step(S, arrays, scale)
-        S = jnp.where(exists, after, S)
+        S = where(begin >= 0, jax.tree.map(lambda y: y[begin], states), S)
+        after, o = definition.step(S, arrays, scale)
+        S = where(exists, after, S)
         return S, (jnp.where(exists, o, 0.0), S)
 
-    row = lambda begins, valid, x: jax.lax.scan(one, states[-1], (begins, valid, x))[1]
+    row = lambda begins, valid, x: jax.lax.scan(one, empty, (begins, valid, x))[1]
     o, after = jax.vmap(row)(begins, valid, x)
-    exists = (ends[:, 0] >= 0)[:, None, None, None]
-    return o, jnp.where(exists, after[ends[:, 0], ends[:, 1]], first)
+    at = lambda y, none: jnp.where(jnp.expand_dims(ends[:, 0] >= 0, range(1, none.ndim)), y[tuple(ends.T)], none)
+    last = map(at, jax.tree.leaves(after), jax.tree.leaves(first))
+    return o, jax.tree.unflatten(kind, last)

@@ -1,5 +1,7 @@
 """Seeded inputs of operators and stages."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,23 @@ def make_dplr_inputs(
     written = rng.standard_normal(a.shape) * K**-0.5
     more = {name: jnp.asarray(y, dtype) for name, y in dict(k=written, a=-a, b=rate * a).items()}
     return {name: y for name, y in x.items() if name not in ("g", "beta")} | more | dict(gk=x["g"])
+
+
+def make_mlstm_inputs(
+    B=1, T=64, H=1, HV=None, K=64, V=64, *, dtype=jnp.float32, gate="logsigmoid", num_states=0, **options
+) -> dict[str, Any]:
+    """Return inputs of `chunk_mlstm`, whose forget gates decay the state by what `gate` says."""
+    x: dict[str, Any] = make_inputs(
+        B, T, H, HV, K, V, dtype=dtype, gate=gate, num_states=num_states, normalise=False, **options
+    )
+    rng = np.random.default_rng(2)
+    x["i"] = jnp.asarray(rng.standard_normal(x.pop("beta").shape), jnp.float32)
+    # The log sigmoid of f is the gate; one of 0 has an f of inf.
+    x["f"] = x["g"] - jnp.log(-jnp.expm1(x.pop("g")))
+    if num_states:
+        C = x["initial_state"]
+        x["initial_state"] = C, jnp.asarray(rng.standard_normal(C.shape[:3]), jnp.float32), jnp.zeros(C.shape[:2])
+    return x
 
 
 def poison_padding(
