@@ -32,7 +32,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
-from chunkwise.shared.kernels.chunk_steps import Piece, pool_steps
+from chunkwise.shared.kernels.chunk_spans import Piece, pool_spans
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.serving import step_table
@@ -151,7 +151,7 @@ def prefill_runs(case: Layer, mixture: Mixture, C: int) -> tuple[int, list[int]]
         config = default_for(case.H, case.HV, case.K, case.V, C, num_chunks(T, C), 2, per_channel=False)
         assert config is not None
         block *= tuning.largest_divisor(num_chunks(T, C), config.num_steps)
-    made = pool_steps(T, block, routes)
+    made = pool_spans(T, block, routes)
     assert made.count is not None
     table = np.asarray(made.table)[:, : int(made.count)]
     at = lambda n: Piece(table, n, block)

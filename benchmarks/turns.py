@@ -13,7 +13,7 @@ from benchmarks import regions
 from chunkwise.command.models import Layer
 from chunkwise.fused_gla.config import default_for
 from chunkwise.kda import config as kda_config
-from chunkwise.shared.kernels.chunk_steps import ChunkStep, Piece, make_steps
+from chunkwise.shared.kernels.chunk_spans import Piece, Span, make_spans
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.packed import packing
 from chunkwise.shared.tuning import largest_divisor
@@ -40,9 +40,9 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
         config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
         assert config is not None
         chunks = largest_divisor(NT, config.num_steps)
-    table, block = make_steps(case.T, chunks * C, cu_seqlens, with_states=True).table, chunks * C
+    table, block = make_spans(case.T, chunks * C, cu_seqlens, with_states=True).table, chunks * C
     step = np.arange(num_chunks(case.T, block) if table is None else table.shape[1])
-    at = lambda n: ChunkStep(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
+    at = lambda n: Span(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
     if case.table.delta:
         second = () if promised or kind == "bwd" else second_path(case, C)
         steps, runs = delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)

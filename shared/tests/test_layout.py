@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunk_steps, layout
+from chunkwise.shared.kernels import chunk_spans, layout
 from chunkwise.shared.kernels.launcher import pallas_call
 from chunkwise.shared.testing.inputs import boundaries
 
@@ -120,7 +120,7 @@ def test_blocks_of_a_launch(lengths, backwards):
     """A kernel that copies its blocks, step by step, copies the arrays."""
     B, T, C, blocks = (2, 32, 16, 2) if lengths is None else (1, 32, 16, 2)
     cu_seqlens = None if lengths is None else boundaries(*lengths)
-    table = chunk_steps.make_steps(T, C, cu_seqlens, with_states=True).table
+    table = chunk_spans.make_spans(T, C, cu_seqlens, with_states=True).table
     S = T // C if table is None else table.shape[1]
     cut = layout.Blocks(C, S, (lambda turn: S - 1 - turn) if backwards else (lambda turn: turn), lengths is not None)
     states = B if lengths is None else len(lengths)
@@ -130,7 +130,7 @@ def test_blocks_of_a_launch(lengths, backwards):
         values=(tokens(B, blocks, T, 3), cut.values(3)),
         rows=(tokens(B, T // C, blocks, 3, C), cut.rows(None, None, 3, C)),
         state=(tokens(states, 2 * blocks, 8, 128), cut.state(2, 8, 128)),
-        per_step=(tokens(B, S, 2 * blocks, 8), cut.per_step(2, 8)),
+        per_span=(tokens(B, S, 2 * blocks, 8), cut.per_span(2, 8)),
     )
     if lengths is None:
         arrays["owner"] = (jnp.arange(S * C, dtype=jnp.int32).reshape(S, 1, C), cut.owner(C))

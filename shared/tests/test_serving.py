@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.call import arguments
-from chunkwise.shared.kernels import chunk_steps, pools
+from chunkwise.shared.kernels import chunk_spans, pools
 from chunkwise.shared.serving import step_table
 from tests.engine import make_rubbish
 
@@ -17,7 +17,7 @@ LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 any_number = st.one_of(st.integers(-3, T + 3), st.sampled_from([LEAST, LEAST + 1, -(2**30), 2**30, MOST]))
 
 
-pieces = jax.jit(lambda cu_seqlens: chunk_steps.make_steps(T, C, cu_seqlens, True).table)
+pieces = jax.jit(lambda cu_seqlens: chunk_spans.make_spans(T, C, cu_seqlens, True).table)
 
 
 def within(x, low: int, high) -> None:
@@ -32,7 +32,7 @@ def tables(schedule):
     schedule = dict(schedule)
     step = step_table.find_step(schedule.pop("cu_seqlens"), arguments.Slots(**schedule), SLOTS, T)
     held = pools.resident_slots(step.decodes.source, step.decodes.target.reshape(-1))
-    return step, held, chunk_steps.pool_steps(T, C, step.prefills, BLOCK)
+    return step, held, chunk_spans.pool_spans(T, C, step.prefills, BLOCK)
 
 
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
@@ -53,7 +53,7 @@ def test_steps_lie_within_arrays(random, with_reads):
         for named in (routes.source, routes.target, *([] if routes.blocks is None else [routes.blocks])):
             within(named, -1, SLOTS)
     assert_steps(steps.table[:, : steps.count], SLOTS)
-    piece = chunk_steps.Piece(steps.table, np.s_[:], C)
+    piece = chunk_spans.Piece(steps.table, np.s_[:], C)
     within(piece.target, 0, SLOTS)
     # Nothing is left for steps behind those that run, and a sequence without tokens has none.
     assert not np.any(
@@ -66,7 +66,7 @@ def test_steps_lie_within_arrays(random, with_reads):
 
 def assert_steps(table, sequences: int) -> None:
     """Fail unless the pieces of a table lie in the chunks of the stream, which have one at least, in order."""
-    piece = chunk_steps.Piece(table, np.s_[:], C)
+    piece = chunk_spans.Piece(table, np.s_[:], C)
     chunk, begin, end = (np.asarray(x, int) for x in (piece.chunk, piece.begin, piece.end))
     within(piece.sequence, 0, sequences)
     within(np.diff(chunk), 0, 2)
@@ -83,7 +83,7 @@ def test_pieces_lie_within_the_stream(cu_seqlens):
     """Those of operators over whole sequences with states."""
     table = jax.device_get(pieces(np.array(cu_seqlens, np.int32)))
     assert_steps(table, N)
-    assert np.sum(chunk_steps.Piece(table, np.s_[:], C).closes) == NT
+    assert np.sum(chunk_spans.Piece(table, np.s_[:], C).closes) == NT
 
 
 def test_blocks_that_no_sequence_can_fill():

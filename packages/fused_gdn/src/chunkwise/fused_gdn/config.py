@@ -15,7 +15,7 @@ class Config:
 
     Attributes:
       heads: value heads of a grid step, a divisor of HV. Heads run in lock-step, so that they hide the latency of one
-        another. If a step does not hold whole groups of value heads that share a key head, q and k are repeated in
+        another. If a grid step does not hold whole groups of value heads that share a key head, q and k are repeated in
         memory.
       heads_bwd: the same for the backward, which holds more tiles at once.
       chunks: the most chunks of a grid step in lock-step, over rows that are one sequence. Few heads leave units idle,

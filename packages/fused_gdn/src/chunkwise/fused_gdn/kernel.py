@@ -46,7 +46,7 @@ class GdnFwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     v: jax.Ref  # [C, heads V] of prev
@@ -103,7 +103,7 @@ def _turns_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> No
     if refs.ht is not None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(state=refs.ht)
-    cur, prev = (chunk_loop.chunks_of(step, static) for step in chunk_loop.current_steps(None, 2, static))
+    cur, prev = (chunk_loop.chunks_of(span, static) for span in chunk_loop.current_spans(None, 2, static))
     for chunk, chunk_prev in zip(cur, prev, strict=True):
         places = dict.fromkeys(_TOKENS, chunk.rows(s.C)) | dict.fromkeys(_ENTRIES, chunk.index)
         own = {name: getattr(refs, name).at[at] for name, at in places.items() if getattr(refs, name) is not None}
@@ -163,8 +163,8 @@ def _grid_step(
 
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
-    # The next grid step reads these from scratch memory. They are stored last, because this step reads there the values
-    # of prev.
+    # The next grid step reads these from scratch memory. They are stored last, because this grid step reads there the
+    # values of prev.
     refs.k_prev[...] = k
     if refs.q_prev is not None:
         refs.q_prev[...] = q
@@ -243,7 +243,7 @@ def pass_chunk(
 def chunks_in_turn(x: Operands, static: FusedStatic) -> int:
     """Return how many chunks a grid step takes in turn: several if each row is a long sequence of whole grid steps."""
     turns, plain = static.config.turns, not static.varlen and x.owner is None and x.pool is None
-    return turns if plain and static.steps >= 4 * turns and static.readable % (turns * static.C) == 0 else 1
+    return turns if plain and static.spans >= 4 * turns and static.readable % (turns * static.C) == 0 else 1
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
       [N, HV, K, V] float32, undefined for empty sequences; and h, v_new_over_beta, A_inv and pool_out as in `Operands`.
       The pool is updated in place.
     """
-    B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
+    B, HV, spans, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
     turns = chunks_in_turn(x, static)
     static, each = static.in_steps_of(turns), (turns,) if turns > 1 else ()
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
@@ -270,9 +270,9 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     available: dict[str, Any] = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-        "h": (prev.per_chunk(s.heads, s.K, s.V), (B, steps, HV, s.K, s.V), dtype),
+        "h": (prev.per_chunk(s.heads, s.K, s.V), (B, spans, HV, s.K, s.V), dtype),
         "v_new_over_beta": (value, x.v.shape, jnp.float32),
-        "A_inv": (prev.per_chunk(*matrix), (B, steps, HV // s.p, *matrix[1:]), jnp.float32),
+        "A_inv": (prev.per_chunk(*matrix), (B, spans, HV // s.p, *matrix[1:]), jnp.float32),
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
@@ -295,7 +295,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         refs=GdnFwdRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
-        grid=(B, HV // s.heads, x.steps(static) + 1),
+        grid=(B, HV // s.heads, x.spans(static) + 1),
         tables={"table": x.table},
         inputs={
             # If q is not read, one block of it stays an operand, so that vmap over q alone gives all results the same

@@ -24,7 +24,7 @@ class GdnBwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     g: jax.Ref  # [C, heads]
@@ -134,7 +134,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Calla
         body=functools.partial(body, static=static, s=s),
         refs=GdnBwdRefs,
         name=f"chunk_gated_delta_rule_{'bwd' if of_tokens else 'bwd_state'}_c{s.C}",
-        grid=(static.B, HV // s.heads, static.steps),
+        grid=(static.B, HV // s.heads, static.spans),
         tables={"table": x.table},
         inputs={
             "q": (x.q, key),

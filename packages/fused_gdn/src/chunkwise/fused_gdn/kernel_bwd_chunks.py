@@ -64,9 +64,9 @@ def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) 
     if refs.dh0 is not None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(dstate=refs.dh0)
-    step = chunk_loop.current_step_backwards(None, static)
-    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(step))
-    chunks = chunk_loop.chunks_of(step, static)
+    span = chunk_loop.current_span_backwards(None, static)
+    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(span))
+    chunks = chunk_loop.chunks_of(span, static)
     loaded = [loads.load_chunk(refs, chunk.valid, s, static, chunk.rows(s.C)) for chunk in chunks]
     g, beta = (jnp.concatenate([x[i] for x in loaded], axis=1) for i in (2, 3))
     gates = tile.gate_sums(g, beta, s.over(static.chunks), refs.k.dtype != jnp.bfloat16, None)

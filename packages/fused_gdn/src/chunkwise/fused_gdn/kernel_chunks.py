@@ -84,7 +84,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(state=refs.ht)
     inverts, passes = refs.A_inv is None, refs.state is not None
-    cur, *_, prev = chunk_loop.current_steps(None, 1 + inverts + passes, static)
+    cur, *_, prev = chunk_loop.current_spans(None, 1 + inverts + passes, static)
     chunks = chunk_loop.chunks_of(cur, static)
     q, k, g, beta = _load_chunks(refs, chunks, s, static)
     every, staged, inverses, lefts = s.over(static.chunks), {}, {}, {}
@@ -147,7 +147,7 @@ def _invert(refs: GdnChunksRefs, heads: tile.Heads, dtype, inverses: dict) -> It
 
 
 def _together(each: list[Iterator]) -> Iterator[None]:
-    """Take all iterators one step further at a time."""
+    """Advance all iterators together, until the last one ends."""
     done = object()
     while each:
         each = [x for x in each if next(x, done) is not done]
@@ -233,7 +233,7 @@ def _state_before(refs: GdnChunksRefs, chunk: chunk_loop.StageChunk, part: tile.
     before = chunk_loop.or_initial(S[:, :, : part.V], refs, chunk, part.values_at)
     i, j = (lax.broadcasted_iota(jnp.int32, (part.heads, part.K, part.K), axis) for axis in (1, 2))
     identity = tile.indicator(i == j)
-    return packed.concat_lanes([before, jnp.where(chunk.step.first == 1, identity, S[:, :, part.V :])])
+    return packed.concat_lanes([before, jnp.where(chunk.span.first == 1, identity, S[:, :, part.V :])])
 
 
 def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
@@ -265,7 +265,7 @@ def _store(refs: GdnChunksRefs, values: dict[str, Any], at: Any = ...) -> None:
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
-    B, HV, NT, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
+    B, HV, NT, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
     chunks = chunk_loop.most_chunks(static)
     static = static.in_steps_of(chunks)
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
@@ -296,7 +296,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         refs=GdnChunksRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'summary' if 'ht' in outputs else 'states'}_c{s.C}",
         # More grid steps, because the last stage has chunks one or two grid steps after they are prepared.
-        grid=(B, HV // s.heads, static.steps + count - 1),
+        grid=(B, HV // s.heads, static.spans + count - 1),
         tables={},
         inputs={
             # Without q and v, a block of them stays an operand, so that vmap over one of them alone gives all results

@@ -27,7 +27,7 @@ from chunkwise.fused_gdn import cost, kernel, loads, tile
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import (
     chunk_loop,
-    chunk_steps,
+    chunk_spans,
     inverse,
     layout,
     matmul,
@@ -45,7 +45,7 @@ class GdnMapRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     k: jax.Ref  # [C, keys K] of cur
     v: jax.Ref  # [C, heads V] of inverted
     g: jax.Ref  # [C, heads] of cur
@@ -75,9 +75,9 @@ class GdnMapRefs(NamedTuple):
 
 def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev, multiply the chunk inverted by its A_inv, and prepare the chunk cur."""
-    steps = *_, prev = chunk_loop.current_steps(refs.table, 3, static)
+    spans = *_, prev = chunk_loop.current_spans(refs.table, 3, static)
 
-    # In the first grid steps scratch memory holds anything; the first step of a sequence resets the state.
+    # In the first grid steps scratch memory holds anything; the first span of a sequence resets the state.
     @pl.when(prev.first == 1)
     def _():
         shape = s.heads, s.K, s.V
@@ -87,7 +87,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
             i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
             refs.state[:, :, s.V :] = tile.indicator(i == j)
 
-    chunk_loop.run_variant(lambda rows: _grid_step(refs, steps, rows, static, s), refs, steps, static)
+    chunk_loop.run_variant(lambda rows: _grid_step(refs, spans, rows, static, s), refs, spans, static)
 
     @pl.when(prev.last == 1)
     def _():
@@ -97,11 +97,11 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
 
 
 def _grid_step(
-    refs: GdnMapRefs, steps: list[chunk_steps.ChunkStep], rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
+    refs: GdnMapRefs, spans: list[chunk_spans.Span], rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run all stages of a grid step, in the variant for these rows of the three chunks."""
     owners = refs.owner, refs.owner_inverted, refs.owner_prev
-    cur, inverted, prev = (chunk_loop.stage_chunk(step, rows, s.C, x) for step, x in zip(steps, owners, strict=True))
+    cur, inverted, prev = (chunk_loop.stage_chunk(span, rows, s.C, x) for span, x in zip(spans, owners, strict=True))
     cur = cur.isolate(lambda: loads.tokens_not_finite(refs, s, refs.k), stages=3)
     values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
     inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], values_not_finite()), stages=3)
@@ -140,8 +140,8 @@ def _grid_step(
     prev.poison((), (refs.state, prev.ending))
     if rows is chunk_loop.Rows.MIXED:
         refs.nonfinite_k[...], refs.nonfinite_v[...] = cur.nonfinite_rows, inverted.nonfinite_rows
-    # The next grid steps read these from scratch memory. They are stored last, because this step reads there the arrays
-    # of earlier chunks.
+    # The next grid steps read these from scratch memory. They are stored last, because this grid step reads there the
+    # arrays of earlier chunks.
     if refs.owner is not None:
         refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[...]
     refs.k_prev[...], refs.last_prev[...] = refs.k_inverted[...], refs.last[...]
@@ -206,7 +206,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
       The arguments of `launcher.launch`, which gives a dict of these outputs: ht, the final states [N, HV, K, V], and M
       [N, HV, K, K], both float32 and undefined for empty sequences; and A_inv as in `Operands`.
     """
-    B, HV, steps, s, dtype = static.B, static.HV, static.steps, loads.heads_of(static, static.config.heads), x.k.dtype
+    B, HV, spans, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
     channels, matrix, row = s.V + s.K * ("M" in outputs), (n, s.C, width), (n, 1, width)
@@ -235,7 +235,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         refs=GdnMapRefs,
         name=f"chunk_gated_delta_rule_summary_c{s.C}",
         # Two more grid steps, because the state goes through a chunk two grid steps after the chunk is prepared.
-        grid=(B, HV // s.heads, steps + 2),
+        grid=(B, HV // s.heads, spans + 2),
         tables={"table": x.table},
         inputs={
             "k": (x.k, cur.tokens(keys * s.K)),
@@ -247,7 +247,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         },
         outputs={
             "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-            "A_inv": (inverted.per_step(*matrix), (B, steps, HV // s.p, s.C, width), jnp.float32),
+            "A_inv": (inverted.per_span(*matrix), (B, spans, HV // s.p, s.C, width), jnp.float32),
             "M": (prev.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
         },
         requested=outputs,

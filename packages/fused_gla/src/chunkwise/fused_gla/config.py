@@ -8,7 +8,7 @@ from chunkwise.shared.kernels import packed
 _BUDGET_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 # The budget of a pipeline is larger, because twice as many heads halve the cost of filling and draining it.
 _PIPELINE_BUDGET_BYTES = 11 * tuning.VMEM_LIMIT_BYTES // 15
-# The budget of the smallest possible step.
+# The budget of the smallest possible grid step.
 _MOST_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 5
 
 
@@ -33,7 +33,7 @@ def vmem_bytes(
     heads: int, group: int, C: int, K: int, V: int, itemsize: int, per_channel: bool, num_steps: int, bwd: bool
 ) -> int:
     """Return the bytes of VMEM of a grid step: two buffers of every block, the states, and tiles of the computation."""
-    # Gradients of a key head are float32 if several steps share the key head.
+    # Gradients of a key head are float32 if several grid steps share the key head.
     keys = 2 * K * (itemsize + bwd * (4 if group > heads else itemsize))
     values = (3 if bwd else 2) * V * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
     blocks = 2 * C * num_steps * (max(heads // group, 1) * keys + heads * values)

@@ -32,7 +32,7 @@ class GlaFwdRefs(NamedTuple):
 
     k: jax.Ref  # [rows, keys K]
     v: jax.Ref  # [rows, heads V]
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     q: jax.Ref  # [rows, keys K]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
@@ -49,21 +49,21 @@ class GlaFwdRefs(NamedTuple):
 
 
 def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
-    """Take the state through the chunks of a step."""
+    """Take the state through the chunks of a span."""
     if refs.ht is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
-    (step,), heads = chunk_loop.current_steps(refs.table, 1, s), slice(0, refs.state.shape[0])
-    begins = (pl.program_id(2) == 0) | (step.first == 1)
+    (span,), heads = chunk_loop.current_spans(refs.table, 1, s), slice(0, refs.state.shape[0])
+    begins = (pl.program_id(2) == 0) | (span.first == 1)
     if refs.pool is None:
         chunk_loop.start_state(refs.state, refs.initial_state, begins)
     else:
-        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, step, transposed=True)
+        chunk_loop.read_pool(refs.pool, refs.pool_out, refs.state, span, transposed=True)
     if refs.M is not None:
         pl.when(begins)(functools.partial(_set_ones, refs.M))
     if s.varlen and refs.o is not None:
-        chunk_loop.clear_unowned(step, (refs.o,))
-    # The backward starts from this state when it recomputes the states between the chunks of the step.
+        chunk_loop.clear_unowned(span, (refs.o,))
+    # The backward starts from this state when it recomputes the states between the chunks of the span.
     if refs.h is not None:
         refs.h[...] = refs.state[...]
     constant = loads.constant_decays(refs, s, heads.stop)
@@ -84,10 +84,10 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
             loads.store(refs.o, o, s, chunk, heads)
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 
-    run = lambda i, _: chunk_loop.run_chunk(pass_chunk, refs, step, i, s)
-    lax.fori_loop(*chunk_loop.chunk_range(step, s), run, None)
+    run = lambda i, _: chunk_loop.run_chunk(pass_chunk, refs, span, i, s)
+    lax.fori_loop(*chunk_loop.chunk_range(span, s), run, None)
     if refs.pool is not None:
-        chunk_loop.write_pool(refs.state, refs.pool_out, step.last == 1, transposed=True)
+        chunk_loop.write_pool(refs.state, refs.pool_out, span.last == 1, transposed=True)
 
 
 def _set_ones(ref) -> None:
@@ -95,7 +95,7 @@ def _set_ones(ref) -> None:
 
 
 def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
-    """Return the operands of a launch by name, each with its BlockSpec; a step has `heads` value heads.
+    """Return the operands of a launch by name, each with its BlockSpec; a grid step has `heads` value heads.
 
     Without `queries`, one block of q, which nobody reads, stays an operand, so that vmap over q alone gives all results
     the same batch axis.
@@ -122,7 +122,7 @@ def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: Any) 
     """Return the arguments of `launcher.launch` that all launches of this package have: name, grid, table and cost."""
     return dict(
         name=f"chunk_gla_{kind}_c{s.C}" + ("" if x.table is None else "_varlen"),
-        grid=(s.B, s.HV // heads, x.steps(s)),
+        grid=(s.B, s.HV // heads, x.spans(s)),
         tables={"table": x.table},
         cost_estimate=cost.cost(**s.sizes(), itemsize=x.v.dtype.itemsize, per_channel=s.per_channel, **costs),
     )  # fmt: skip
@@ -137,7 +137,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
 
     Returns:
       A dict of the outputs: o [B, T, HV * V]; ht, the final states [N, HV, V, K] float32; h, the state before every
-      grid step [B, steps, HV, V, K] float32; M, the decay of a state over all tokens of its sequence [N, HV, 1, K]
+      grid step [B, spans, HV, V, K] float32; M, the decay of a state over all tokens of its sequence [N, HV, 1, K]
       float32, only for gates per channel; pool_out, the pool, updated in place.
     """
     heads, with_output, cut = s.config.heads, "o" in outputs, chunk_loop.blocks(s)
@@ -146,7 +146,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     available = {
         "o": (cut.tokens(heads * s.V), x.v.shape, x.v.dtype),
         "ht": (cut.state(*state), (s.N, s.HV, s.V, s.K), jnp.float32),
-        "h": (cut.per_step(*state), (s.B, s.steps, s.HV, s.V, s.K), jnp.float32),
+        "h": (cut.per_span(*state), (s.B, s.spans, s.HV, s.V, s.K), jnp.float32),
         "M": (cut.state(heads, 1, s.K), (s.N, s.HV, 1, s.K), jnp.float32),
     }
     if x.pool is not None:

@@ -1,6 +1,6 @@
 """The backward in one launch, in reverse by its index maps: two algorithms for a chunk, kernel body, launcher.
 
-The forward left the state before every grid step. A step first recomputes in VMEM the states before its chunks, and
+The forward left the state before every span. A grid step first recomputes in VMEM the states before its chunks, and
 then goes through the chunks in reverse with the gradient of the state. States and gradients are float32, and [V, K]
 like all states in the kernels.
 """
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import kernel, loads, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.shared.kernels import chunk_loop, chunk_steps, chunking, launcher, layout, matmul, schedule, tiles
+from chunkwise.shared.kernels import chunk_loop, chunk_spans, chunking, launcher, layout, matmul, schedule, tiles
 from chunkwise.shared.kernels.chunk_loop import StageChunk
 
 # How many heads the backward takes in lock-step, and how many such pairs it starts before it finishes the first one.
@@ -36,7 +36,7 @@ class GlaBwdRefs(NamedTuple):
     v: jax.Ref  # [rows, heads V]
     do: jax.Ref  # [rows, heads V]
     h: jax.Ref  # [heads, V, K]
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
@@ -158,19 +158,19 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         loads.store_gates(refs, dg, s, chunk, heads)
 
 
-def _run_backwards(body: Callable[[StageChunk], None], refs, step: chunk_steps.ChunkStep, s: GlaStatic) -> None:
-    """Run the body of every chunk of a step, the last one first."""
-    first, end = chunk_loop.chunk_range(step, s)
-    lax.fori_loop(first, end, lambda i, _: chunk_loop.run_chunk(body, refs, step, first + end - 1 - i, s), None)
+def _run_backwards(body: Callable[[StageChunk], None], refs, span: chunk_spans.Span, s: GlaStatic) -> None:
+    """Run the body of every chunk of a span, the last one first."""
+    first, end = chunk_loop.chunk_range(span, s)
+    lax.fori_loop(first, end, lambda i, _: chunk_loop.run_chunk(body, refs, span, first + end - 1 - i, s), None)
 
 
 def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
-    """Take the gradient of the state back through the chunks of a step; the last step comes first."""
+    """Take the gradient of the state back through the chunks of a span; the last span comes first."""
     if refs.dh0 is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
-    step = chunk_loop.current_step_backwards(refs.table, s)
-    ends = chunk_loop.ends(step)
+    span = chunk_loop.current_span_backwards(refs.table, s)
+    ends = chunk_loop.ends(span)
     chunk_loop.start_state(refs.dstate, refs.dht, ends)
     if s.constant:
 
@@ -184,22 +184,22 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
             layout.clear(refs.dg)
 
     if s.varlen:
-        chunk_loop.clear_unowned(step, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
-    first, end = chunk_loop.chunk_range(step, s)
+        chunk_loop.clear_unowned(span, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
+    first, end = chunk_loop.chunk_range(span, s)
     refs.states[first] = refs.h[...]
     recompute = functools.partial(_recompute_state, refs, s)
-    lax.fori_loop(first, end - 1, lambda i, _: chunk_loop.run_chunk(recompute, refs, step, i, s), None)
-    _run_backwards(functools.partial(_chunk_gradients, refs, s), refs, step, s)
+    lax.fori_loop(first, end - 1, lambda i, _: chunk_loop.run_chunk(recompute, refs, span, i, s), None)
+    _run_backwards(functools.partial(_chunk_gradients, refs, s), refs, span, s)
 
 
 def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
-    """Take the gradient of the state back through the chunks of a step; the last step comes first.
+    """Take the gradient of the state back through the chunks of a span; the last span comes first.
 
     It is the forward's computation with queries in the place of keys and gradients of outputs in the place of values,
     but with decays from the start of the chunk.
     """
-    step, heads = chunk_loop.current_step_backwards(refs.table, s), slice(0, refs.ht.shape[0])
-    chunk_loop.start_state(refs.ht, refs.initial_state, chunk_loop.ends(step))
+    span, heads = chunk_loop.current_span_backwards(refs.table, s), slice(0, refs.ht.shape[0])
+    chunk_loop.start_state(refs.ht, refs.initial_state, chunk_loop.ends(span))
     constant = loads.constant_decays(refs, s, heads.stop)
 
     def pass_chunk(chunk: StageChunk) -> None:
@@ -209,7 +209,7 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
         refs.ht[...] = tile.next_state(refs.ht[...], k, v, decays.from_start, decays.through, s.parts)
         loads.poison(s, chunk, (), (refs.ht, chunk.carried))
 
-    _run_backwards(pass_chunk, refs, step, s)
+    _run_backwards(pass_chunk, refs, span, s)
 
 
 def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
@@ -272,7 +272,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         | {
             "do": (x.do, value),
             "dht": (x.dht, cut.state(*state)),
-            "h": (x.h, cut.per_step(*state)),
+            "h": (x.h, cut.per_span(*state)),
         },
         outputs={
             "dq": key_sums(x.q),

@@ -25,7 +25,7 @@ def _valid_row(refs, s: GlaStatic, chunk: StageChunk) -> jax.Array | None:
     """Return `chunk.valid` as a row, bool [1, 1, C]."""
     if chunk.masks is not None:
         return (refs.owner[chunk.index][None] >= 0) & (tiles.to_row(chunk.nonfinite_rows) == 0.0)
-    return None if chunk.valid is None else chunk.step.columns(s.C)[None]
+    return None if chunk.valid is None else chunk.span.columns(s.C)[None]
 
 
 def _select(mask: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ class KdaFwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     v: jax.Ref  # [C, heads V] of prev
@@ -363,12 +363,12 @@ def plan(
 
     Returns:
       The arguments. The launch gives a dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states
-      [N, HV, V, K] float32; h, the states before every step [B, steps, HV, V, K] in the type of products; in float32,
-      v_new_over_beta laid out as v, packed A_inv [B, steps, HV / p, C, p C], and packed scores of queries above scores
-      of keys [B, steps, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
+      [N, HV, V, K] float32; h, the states before every span [B, spans, HV, V, K] in the type of products; in float32,
+      v_new_over_beta laid out as v, packed A_inv [B, spans, HV / p, C, p C], and packed scores of queries above scores
+      of keys [B, spans, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
     B, HV, C, K, V, heads = static.B, static.HV, static.C, static.K, static.V, static.config.heads
-    NT = static.steps if static.varlen else -(-static.T // C)
+    NT = static.spans if static.varlen else -(-static.T // C)
     p, dtype, inverts, with_output = static.p, x.v.dtype, x.A_inv is None, "o" in outputs
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
@@ -394,7 +394,7 @@ def plan(
         refs=KdaFwdRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
-        grid=(B, HV // heads, x.steps(static) + 1),
+        grid=(B, HV // heads, x.spans(static) + 1),
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, loads.whole_block(C, 2 * C)),

@@ -1,4 +1,4 @@
-"""The backward of Kimi delta attention in one launch, steps in reverse: loads and stores, kernel body, launcher.
+"""The backward of Kimi delta attention in one launch, spans in reverse: loads and stores, kernel body, launcher.
 
 The mathematics is in tile_bwd.py.
 """
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import chunk_loop, chunk_steps, layout, nonfinite, packed, schedule, tiles
+from chunkwise.shared.kernels import chunk_loop, chunk_spans, layout, nonfinite, packed, schedule, tiles
 
 
 class KdaBwdRefs(NamedTuple):
@@ -22,7 +22,7 @@ class KdaBwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_steps.Steps`
+    table: jax.Ref  # `chunk_spans.Spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
@@ -232,7 +232,7 @@ def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: chunk_loop.StageC
         dv = w * dv
     layout.store_heads(refs.dv, dv, stored)
     if refs.dbeta is not None:
-        _store_in_lanes(refs.dbeta, x.dbeta, chunk.step, stored, C)
+        _store_in_lanes(refs.dbeta, x.dbeta, chunk.span, stored, C)
     if refs.law is not None:
         dg = through_law(refs, valid, dg, static)
     elif chunk.masks is not None:  # padding's gates get gradients only from the passing state
@@ -241,7 +241,7 @@ def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: chunk_loop.StageC
         layout.store_rows(refs.dg, slice(None), dg, stored)
     else:
         by_head = [jnp.sum(dg[:, n * K : (n + 1) * K], axis=1, keepdims=True) for n in range(heads)]  # each [C, 1]
-        _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], chunk.step, stored, C)
+        _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], chunk.span, stored, C)
     if refs.b is not None:
         # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
         layout.store_heads(refs.db, k * x.de, stored)
@@ -254,9 +254,9 @@ def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: chunk_loop.StageC
         layout.store_heads(ref, d, stored)
 
 
-def _store_in_lanes(ref, x, step: chunk_steps.ChunkStep, stored, C: int) -> None:
-    """Store a number per token x [heads, C]; if `stored` is not None, only for the rows of the step."""
-    ref[...] = x if stored is None else jnp.where(step.columns(C), x, ref[...])
+def _store_in_lanes(ref, x, span: chunk_spans.Span, stored, C: int) -> None:
+    """Store a number per token x [heads, C]; if `stored` is not None, only for the rows of the span."""
+    ref[...] = x if stored is None else jnp.where(span.columns(C), x, ref[...])
 
 
 def through_law(refs: KdaBwdRefs, valid, dg, static: KdaStatic):
@@ -317,7 +317,7 @@ def plan(
         body=functools.partial(body, static=static),
         refs=KdaBwdRefs,
         name=f"chunk_{operator}_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
-        grid=(B, blocks, static.steps),
+        grid=(B, blocks, static.spans),
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, loads.whole_block(2 * C, C)),
@@ -347,7 +347,7 @@ def plan(
             "de": d_keys,
             **{name: (block, y.shape, y.dtype) for name, (block, y) in gates.items() if y is not None},
             "dh0": (state, (static.N, HV, V, K), jnp.float32),
-            # One sum for every row of the batch; the steps of the row add to it.
+            # One sum for every row of the batch; the spans of the row add to it.
             "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
         },
         requested=outputs,

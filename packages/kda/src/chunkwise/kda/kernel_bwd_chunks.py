@@ -63,9 +63,9 @@ def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
     if refs.dh0 is not None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(dstate=refs.dh0)
-    step = chunk_loop.current_step_backwards(None, static)
-    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(step))
-    chunks, views = chunk_loop.chunks_of(step, static), loads.of_chunks(refs, static, static.config.heads_bwd)
+    span = chunk_loop.current_span_backwards(None, static)
+    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(span))
+    chunks, views = chunk_loop.chunks_of(span, static), loads.of_chunks(refs, static, static.config.heads_bwd)
     size, groups = max(1, GROUP // static.config.heads_bwd), []
 
     def prepare() -> Iterator[None]:

@@ -35,7 +35,7 @@ def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
     if refs.ht is not None:
         # The block of the output stays in fast memory until the next row begins.
         refs = refs._replace(state=refs.ht)
-    cur, prev = (chunk_loop.chunks_of(step, static) for step in chunk_loop.current_steps(None, 2, static))
+    cur, prev = (chunk_loop.chunks_of(span, static) for span in chunk_loop.current_spans(None, 2, static))
     views, p = loads.of_chunks(refs, static, static.config.heads), static.p
     firsts, packs = range(0, static.config.heads, p), static.config.heads // p
     gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]

@@ -16,7 +16,7 @@ class KdaOperands(operands.Operands):
       b: erase gates [B, T, HV * K], which multiply erase keys.
       w: write gates [B, T, HV * V], which multiply values.
       law: A_log and dt_bias of every gate, float32.
-      scores: of all steps, the scores of queries, and below them the scores of keys, float32, p heads side by side.
+      scores: of all spans, the scores of queries, and below them the scores of keys, float32, p heads side by side.
     """
 
     e: jax.Array | None = None

@@ -10,7 +10,7 @@ without beta, Q scaled, and dS' the gradient of the state after the chunk:
 dP and dA go back through the products of every level, which have different factors of rows and of columns. No factor
 exceeds one, except in base blocks, where a factor is at most 2^96 and the product of two is a decay. Where erase keys
 read the state before the decay of their token, the pairs of neighbouring rows in dA have no decay: they go back without
-these products, and give no gradient to a gate. The forward leaves A_inv, U, P, A and S before every step. As in the
+these products, and give no gradient to a gate. The forward leaves A_inv, U, P, A and S before every span. As in the
 forward, with bfloat16 tensors the arrays that oscillate where keys repeat (U, dv_new, dP and dA) keep 16 bits.
 """
 
@@ -219,7 +219,7 @@ def outer_bwd_tile(k, beta, beta_row, boundary, residuals, do, of_values, dS, sa
       k: [h, C, K] float32.
       beta, beta_row: step sizes [h, C, 1], and packed [n, 1, p C].
       boundary: the result of `tile.boundary_tile`.
-      residuals: the residuals of the forward: S [h, V, K] before the step, v_new_over_beta [h, C, V] and packed scores
+      residuals: the residuals of the forward: S [h, V, K] before the span, v_new_over_beta [h, C, V] and packed scores
         [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
       of_values: the results of `back_to_values`.

@@ -1,7 +1,7 @@
 """The implementation "fused" of any operator, made from the kernels of its package.
 
 A package gives `Kernels`: tile sizes, the way of the user's arrays into the layout of its kernels, and its launches.
-This module does the rest, which is the same for all packages: the table of steps, states in the layout of the user and
+This module does the rest, which is the same for all packages: the table of spans, states in the layout of the user and
 empty sequences, the gradient, the residuals, states in a pool, and the map of the tokens of a device.
 
 The custom_vjp stands around the user's arrays, so the forward saves these for the backward, without padding and in
@@ -22,8 +22,8 @@ from chunkwise.shared import compat
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
-from chunkwise.shared.kernels import chunk_steps, interleaved, launcher, layout, packed, pools
-from chunkwise.shared.kernels.chunk_steps import Steps
+from chunkwise.shared.kernels import chunk_spans, interleaved, launcher, layout, packed, pools
+from chunkwise.shared.kernels.chunk_spans import Spans
 from chunkwise.shared.kernels.operands import Operands
 from chunkwise.shared.plain import state_map
 
@@ -110,15 +110,15 @@ def implementation(
 
 
 def _limit_of_table(kernels: Kernels, x: Arguments, options: Options) -> str | None:
-    """Return why scalar memory has no room for the table of steps; None if it has."""
+    """Return why scalar memory has no room for the table of spans; None if it has."""
     if x.cu_seqlens is None and x.segment_ids is None:
         return None
     (B, T), options = x.q.shape[:2], with_chunk_size("fused", x, options)
     if x.cu_seqlens is None or not (x.with_state or options.output_final_state):
-        return chunk_steps.limit_of_chunks(B, T, options.chunk_size)
+        return chunk_spans.limit_of_chunks(B, T, options.chunk_size)
     static = kernels.static_for(x, options._replace(config=kernels.config_for(x, options)), frozenset())
     blocks = x.slots is not None and x.slots.block_state_indices is not None
-    return chunk_steps.limit_of_pieces(
+    return chunk_spans.limit_of_pieces(
         T, kernels.tile_tokens(static), x.num_states, options.block_size if blocks else None
     )
 
@@ -128,8 +128,8 @@ def run(kernels: Kernels, x: Arguments, options: Options, precomputed: dict[str,
     """Return the output [B, T, HV, V] and the final states [N, HV, K, V], None unless asked for."""
     x = interleaved.unless_fitting(x, options.chunk_size)
     options = options._replace(config=kernels.config_for(x, options))
-    scale, steps = x.scale, _steps(kernels, x, options)
-    operands = _vary_alike((x._replace(scale=None), steps, precomputed or {}))
+    scale, spans = x.scale, _spans(kernels, x, options)
+    operands = _vary_alike((x._replace(scale=None), spans, precomputed or {}))
     o, states = _attend(kernels, options, *operands)
     return launcher.scaled(o, scale), states
 
@@ -139,19 +139,19 @@ def _vary_alike(tree):
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(tree)), tree)
 
 
-def _steps(kernels: Kernels, x: Arguments, options: Options) -> Steps:
-    """Return the steps of a launch over whole sequences."""
+def _spans(kernels: Kernels, x: Arguments, options: Options) -> Spans:
+    """Return the spans of a launch over whole sequences."""
     static = kernels.static_for(x, options, frozenset())
     with_states = x.with_state or bool(options.output_final_state)
     tokens = kernels.tile_tokens(static) if with_states and x.cu_seqlens is not None else static.C
-    steps = chunk_steps.make_steps(x.q.shape[1], tokens, x.cu_seqlens, with_states, x.segment_ids)
-    owner = steps.owner
-    return steps if owner is None else steps._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
+    spans = chunk_spans.make_spans(x.q.shape[1], tokens, x.cu_seqlens, with_states, x.segment_ids)
+    owner = spans.owner
+    return spans if owner is None else spans._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
 
 
-def _operands(kernels: Kernels, x: Arguments, static, steps: Steps, backward=False, **more) -> Operands:
+def _operands(kernels: Kernels, x: Arguments, static, spans: Spans, backward=False, **more) -> Operands:
     """Return the operands of a launch."""
-    return replace(kernels.lay_out(x, static, backward), table=steps.table, owner=steps.owner, **more)
+    return replace(kernels.lay_out(x, static, backward), table=spans.table, owner=spans.owner, **more)
 
 
 def _outputs(options: Options) -> tuple[str, ...]:
@@ -179,11 +179,11 @@ def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernels: Kernels, options: Options, x: Arguments, steps: Steps, precomputed: dict[str, jax.Array]):
+def _attend(kernels: Kernels, options: Options, x: Arguments, spans: Spans, precomputed: dict[str, jax.Array]):
     """Run the forward, differentiable; arguments are prepared, and their scale is in the options."""
     static = kernels.static_for(x, options, frozenset())
     return _results(
-        kernels, x, kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, _outputs(options))
+        kernels, x, kernels.forward(_operands(kernels, x, static, spans, **precomputed), static, _outputs(options))
     )
 
 
@@ -193,27 +193,27 @@ def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple
     return _user_output(out["o"], x), states
 
 
-def _forward(kernels: Kernels, options: Options, x: Arguments, steps: Steps, precomputed: dict[str, jax.Array]):
+def _forward(kernels: Kernels, options: Options, x: Arguments, spans: Spans, precomputed: dict[str, jax.Array]):
     # With symbolic zeros, every array comes with a flag that says whether its gradient is requested.
     requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
-    x, steps, precomputed = jax.tree.map(lambda y: y.value, (x, steps, precomputed))
+    x, spans, precomputed = jax.tree.map(lambda y: y.value, (x, spans, precomputed))
     static = kernels.static_for(x, options, requested)
     residuals = kernels.residuals + kernels.recomputed * options.disable_recompute
     names = tuple(name for name in residuals if name not in precomputed)
 
-    def launch(outputs: tuple[str, ...], x, steps, precomputed):
-        out = kernels.forward(_operands(kernels, x, static, steps, **precomputed), static, (*outputs, *names))
+    def launch(outputs: tuple[str, ...], x, spans, precomputed):
+        out = kernels.forward(_operands(kernels, x, static, spans, **precomputed), static, (*outputs, *names))
         return {name: out[name] for name in names}, {name: out[name] for name in outputs}
 
     whole = functools.partial(launch, _outputs(options))
     if names:
         # Nobody reads the output under rematerialisation, nor in a program of gradients only.
-        residuals, out = remat.unless_unread(whole, lambda *args: launch((), *args)[0], x, steps, precomputed)
+        residuals, out = remat.unless_unread(whole, lambda *args: launch((), *args)[0], x, spans, precomputed)
     else:
-        residuals, out = whole(x, steps, precomputed)
+        residuals, out = whole(x, spans, precomputed)
     residuals, out = remat.save_for_backward((residuals, out))
     # The requested names are the keys of a dict without arrays, because residuals can hold no strings.
-    return _results(kernels, x, out), (x, steps, _trim(kernels, x, residuals | precomputed), dict.fromkeys(requested))
+    return _results(kernels, x, out), (x, spans, _trim(kernels, x, residuals | precomputed), dict.fromkeys(requested))
 
 
 def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -235,20 +235,20 @@ def _pad(residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
-    x, steps, residuals, requested = saved
+    x, spans, residuals, requested = saved
     static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(residuals)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros((*interleaved.first(x.q).shape[:2], *x.v.shape[2:]), x.v.dtype) if do is None else do
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
     operands, transpose = jax.vjp(lambda floats: kernels.lay_out(x._replace(**floats), static, True), floats)
     if not residuals.keys() >= {*kernels.recomputed}:
-        y = _operands(kernels, x, static, steps, **residuals)
+        y = _operands(kernels, x, static, spans, **residuals)
         residuals |= kernels.forward(y, static, kernels.recomputed)
     present = [name for name, y in vars(operands).items() if y is not None]
     computed = [name for name in present if name not in kernels.optional or name in requested]
     d = kernels.backward(
         replace(
-            operands, table=steps.table, owner=steps.owner, **residuals,
+            operands, table=spans.table, owner=spans.owner, **residuals,
             do=layout.to_lanes(interleaved.like(x.q, do.astype(operands.v.dtype)), static.T),
             dht=kernel_states(dstates, kernels.transposed),
         ),
@@ -279,10 +279,10 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
     static = kernels.static_for(x, options, frozenset())
-    steps = chunk_steps.pool_steps(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
-    assert steps.table is not None
-    static = replace(static, steps=steps.table.shape[1])
-    operands = _vary_alike(_operands(kernels, x, static, steps, pool=pool, count=steps.count))
+    spans = chunk_spans.pool_spans(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
+    assert spans.table is not None
+    static = replace(static, spans=spans.table.shape[1])
+    operands = _vary_alike(_operands(kernels, x, static, spans, pool=pool, count=spans.count))
     out = kernels.forward(operands, static, ("o", "pool_out"))
     return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
 
@@ -306,7 +306,7 @@ def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: b
     options, x = options._replace(output_final_state=True), x._replace(scale=None)
     # This launch does not know whether the gradient of constant gates is requested, and takes the precision for it.
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
-    operands = _vary_alike(_operands(kernels, x, static, _steps(kernels, x, options)))
+    operands = _vary_alike(_operands(kernels, x, static, _spans(kernels, x, options)))
     out = kernels.states(operands, static, ("ht", *kernels.precomputed, *(("M",) if with_map else ())))
     M, K = out.get("M"), x.q.shape[3]
     if M is not None:
@@ -329,7 +329,7 @@ def state_gradient(
     options = options._replace(config=kernels.config_for(x, options), output_final_state=True)
     do, x = launcher.scaled(do, x.scale), x._replace(scale=None)
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
-    operands = _operands(kernels, x, static, _steps(kernels, x, options), True, **precomputed or {})
+    operands = _operands(kernels, x, static, _spans(kernels, x, options), True, **precomputed or {})
     do = layout.to_lanes(do.astype(operands.v.dtype), static.T)
     operands = _vary_alike(replace(operands, do=do, dht=kernel_states(dstates, kernels.transposed)))
     return _user_states(kernels, kernels.backward(operands, static, ("dh0",))["dh0"], x, dstates)

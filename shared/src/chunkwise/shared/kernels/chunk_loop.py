@@ -1,6 +1,6 @@
 """The work of a grid step around the mathematics of its chunks, in kernels that carry a state from chunk to chunk.
 
-The state stays in fast memory while the grid walks the steps of a row of the batch. A kernel may be a software
+The state stays in fast memory while the grid walks the spans of a row of the batch. A kernel may be a software
 pipeline: stage 0 prepares the chunk of a grid step, and a later stage takes the state through the chunk of an earlier
 grid step, so that the products of one stage fill the matrix unit while another stage waits.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunk_steps, layout, nonfinite, pools
+from chunkwise.shared.kernels import chunk_spans, layout, nonfinite, pools
 from chunkwise.shared.kernels.operands import FusedStatic
 
 
@@ -24,7 +24,7 @@ class Rows(enum.Enum):
 
     Attributes:
       ALL: every row, all of one sequence.
-      SOME: some rows, all of one sequence; the others belong to another step or are past the last token, and may hold
+      SOME: some rows, all of one sequence; the others belong to another span or are past the last token, and may hold
         anything.
       MIXED: rows of several sequences, which masks keep apart, or padding.
     """
@@ -38,14 +38,14 @@ class StageChunk(NamedTuple):
     """The chunk that a stage of a grid step works on, and which of its rows the stage may read.
 
     Attributes:
-      step: the step of the launch.
+      span: the span of the launch.
       masks: how the sequences lie in the chunk; None unless the rows of the grid step are mixed.
       valid: bool [C, 1], the rows to read; others may hold anything. None for all rows.
       nonfinite_rows: float32 [1, C, 1], the rows of sequences that are not finite; None until `isolate` looks for them.
       index: the number of the chunk among the chunks of the grid step.
     """
 
-    step: chunk_steps.ChunkStep
+    span: chunk_spans.Span
     masks: Any
     valid: Any
     nonfinite_rows: Any = None
@@ -78,7 +78,7 @@ class StageChunk(NamedTuple):
         """
         if self.masks is None:
             return self
-        mixed = None if stages == 1 else self.step.mixed == 1
+        mixed = None if stages == 1 else self.span.mixed == 1
         valid, nonfinite_rows = nonfinite.isolate(self.masks, find, *states, mixed=mixed)
         return self._replace(valid=valid, nonfinite_rows=nonfinite_rows)
 
@@ -88,16 +88,16 @@ class StageChunk(NamedTuple):
             nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
 
 
-def stage_chunk(step: chunk_steps.ChunkStep, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
+def stage_chunk(span: chunk_spans.Span, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
     """Return the chunk of a stage in the variant for these rows; owner_ref holds the owners of tokens [n, 1, lanes]."""
-    masks = layout.sequence_masks(owner_ref[index], C, step.before, step.final) if rows is Rows.MIXED else None
-    return StageChunk(step, masks, step.rows(C) if rows is Rows.SOME else None, index=index)
+    masks = layout.sequence_masks(owner_ref[index], C, span.before, span.final) if rows is Rows.MIXED else None
+    return StageChunk(span, masks, span.rows(C) if rows is Rows.SOME else None, index=index)
 
 
-def chunks_of(step: chunk_steps.ChunkStep, static: FusedStatic) -> list[StageChunk]:
-    """Return the chunks of a step of a row that is one sequence; the last ones of the last step may have no tokens."""
+def chunks_of(span: chunk_spans.Span, static: FusedStatic) -> list[StageChunk]:
+    """Return the chunks of a span of a row that is one sequence; the last ones of the last span may have no tokens."""
     rows = Rows.SOME if static.readable % (static.chunks * static.C) else Rows.ALL
-    return [stage_chunk(step.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
+    return [stage_chunk(span.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
 
 
 def load_each(ref, chunks: list[StageChunk]) -> jax.Array:
@@ -110,81 +110,81 @@ def load_each(ref, chunks: list[StageChunk]) -> jax.Array:
 
 
 def most_chunks(static: FusedStatic) -> int:
-    """Return the chunks of a step of a forward: a quarter of a row at most, as its stages fill and empty once a row."""
-    return min(static.config.chunks, static.steps // 4)
+    """Return the chunks of a span of a forward: a quarter of a row at most, as its stages fill and empty once a row."""
+    return min(static.config.chunks, static.spans // 4)
 
 
 def even_chunks(static: FusedStatic, most: int) -> int:
-    """Return the chunks of a step of a backward, `most` or less: about as many in the last one as in the others."""
-    return -(-static.steps // -(-static.steps // most))
+    """Return the chunks of a span of a backward, `most` or less: about as many in the last one as in the others."""
+    return -(-static.spans // -(-static.spans // most))
 
 
-def step_of(grid_step, stage: int, stages: int, steps: int):
-    """Return the step that a stage of a pipeline works on: stage 0 had it `stage` grid steps earlier.
+def span_of(grid_step, stage: int, stages: int, spans: int):
+    """Return the span that a stage of a pipeline works on: stage 0 had it `stage` grid steps earlier.
 
-    Where a stage has no step, at the beginning and at the end of the grid, it works on its first or its last step. At
-    the beginning it computes from scratch memory that holds anything; the same step follows again, and replaces the
+    Where a stage has no span, at the beginning and at the end of the grid, it works on its first or its last span. At
+    the beginning it computes from scratch memory that holds anything; the same span follows again, and replaces the
     result.
     """
-    step = jnp.maximum(grid_step - stage, 0) if stage else grid_step
-    return step if stage == stages - 1 else jnp.minimum(step, steps - 1)
+    span = jnp.maximum(grid_step - stage, 0) if stage else grid_step
+    return span if stage == stages - 1 else jnp.minimum(span, spans - 1)
 
 
 def blocks(static: FusedStatic, stage: int = 0, stages: int = 1) -> layout.Blocks:
     """Return how a stage of a pipeline cuts its arrays."""
-    at = functools.partial(step_of, stage=stage, stages=stages, steps=static.steps)
-    return layout.Blocks(static.C, static.steps, at, static.varlen, static.chunks)
+    at = functools.partial(span_of, stage=stage, stages=stages, spans=static.spans)
+    return layout.Blocks(static.C, static.spans, at, static.varlen, static.chunks)
 
 
 def blocks_backwards(static: FusedStatic) -> layout.Blocks:
-    """Return how a kernel that takes the last step first cuts its arrays."""
-    return layout.Blocks(static.C, static.steps, lambda t: static.steps - 1 - t, static.varlen, static.chunks)
+    """Return how a kernel that takes the last span first cuts its arrays."""
+    return layout.Blocks(static.C, static.spans, lambda t: static.spans - 1 - t, static.varlen, static.chunks)
 
 
-def current_steps(table_ref, stages: int, static: FusedStatic) -> list[Any]:
-    """Return the step of every stage of a pipeline, a `ChunkStep` or a `Piece`."""
+def current_spans(table_ref, stages: int, static: FusedStatic) -> list[Any]:
+    """Return the span of every stage of a pipeline, a `Span` or a `Piece`."""
     grid_step = pl.program_id(2)
-    return [_in_table(table_ref, step_of(grid_step, stage, stages, static.steps), static) for stage in range(stages)]
+    return [_in_table(table_ref, span_of(grid_step, stage, stages, static.spans), static) for stage in range(stages)]
 
 
-def current_step_backwards(table_ref, static: FusedStatic) -> Any:
-    """Return the step of a kernel that takes the last step first."""
-    return _in_table(table_ref, static.steps - 1 - pl.program_id(2), static)
+def current_span_backwards(table_ref, static: FusedStatic) -> Any:
+    """Return the span of a kernel that takes the last span first."""
+    return _in_table(table_ref, static.spans - 1 - pl.program_id(2), static)
 
 
-def _in_table(table_ref, step, static: FusedStatic) -> Any:
-    """Return a step of the current row of the batch; the first chunk of a step of several chunks."""
+def _in_table(table_ref, span, static: FusedStatic) -> Any:
+    """Return a span of the current row of the batch; the first chunk of a span of several chunks."""
     if static.varlen:
-        return chunk_steps.Piece(table_ref, step, static.C)
-    row = 0 if table_ref is None else pl.program_id(0) * (static.steps * static.chunks + 1)
-    return chunk_steps.ChunkStep(step * static.chunks, static.readable, static.C, table_ref, row)
+        return chunk_spans.Piece(table_ref, span, static.C)
+    row = 0 if table_ref is None else pl.program_id(0) * (static.spans * static.chunks + 1)
+    return chunk_spans.Span(span * static.chunks, static.readable, static.C, table_ref, row)
 
 
-def ends(step: chunk_steps.ChunkStep) -> jax.Array:
-    """Return whether a sequence ends with the step of a kernel that takes the last step first."""
-    # Scratch memory holds anything at first, and the last step may be one in which no sequence ends.
-    return (pl.program_id(2) == 0) | (step.last == 1)
+def ends(span: chunk_spans.Span) -> jax.Array:
+    """Return whether a sequence ends with the span of a kernel that takes the last span first."""
+    # Scratch memory holds anything at first, and the last span may be one in which no sequence ends.
+    return (pl.program_id(2) == 0) | (span.last == 1)
 
 
-def chunk_range(step: chunk_steps.ChunkStep, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
-    """Return the range of the chunks that hold rows of a step, counted in the step."""
+def chunk_range(span: chunk_spans.Span, static: FusedStatic) -> tuple[jax.Array, jax.Array]:
+    """Return the range of the chunks that hold rows of a span, counted in the span."""
     chunks = jnp.int32(static.chunks)
     if not static.varlen:
         # This is always `chunks`, but XLA cannot tell. If XLA could tell, it would inline a loop of one trip into other
         # code when it interprets the kernel, and round that code differently.
-        return jnp.int32(0), jnp.minimum(chunks, static.chunks * static.steps - step.chunk)
-    begin, end = step.begin, step.end
+        return jnp.int32(0), jnp.minimum(chunks, static.chunks * static.spans - span.chunk)
+    begin, end = span.begin, span.end
     first, last = (lax.shift_right_logical(n, jnp.int32(static.C.bit_length() - 1)) for n in (begin, end - 1))
     return first, jnp.where(begin < end, jnp.minimum(last + 1, chunks), first)
 
 
 def run_chunk(
-    body: Callable[[StageChunk], None], refs: Any, step: chunk_steps.ChunkStep, index: jax.Array, static: FusedStatic
+    body: Callable[[StageChunk], None], refs: Any, span: chunk_spans.Span, index: jax.Array, static: FusedStatic
 ) -> None:
-    """Run the body of a chunk of a step of several chunks, in the variant that the chunk needs."""
-    step = step.of_chunk(index)
-    run = lambda rows: body(stage_chunk(step, rows, static.C, refs.owner, index))
-    run_variant(run, refs, [step], static, filled=True)
+    """Run the body of a chunk of a span of several chunks, in the variant that the chunk needs."""
+    span = span.of_chunk(index)
+    run = lambda rows: body(stage_chunk(span, rows, static.C, refs.owner, index))
+    run_variant(run, refs, [span], static, filled=True)
 
 
 def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -219,7 +219,7 @@ def run_forward(
     if refs.ht is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
-    cur, prev = current_steps(refs.table, 2, static)
+    cur, prev = current_spans(refs.table, 2, static)
     if refs.pool is not None:
         read_pool(refs.pool, refs.pool_out, refs.state, prev, transposed)
     results = refs.o, refs.v_new_over_beta
@@ -244,7 +244,7 @@ def run_forward(
 
     run_variant(run, refs, (cur, prev), static, results)
     if refs.pool is not None:
-        # The first two grid steps take the state through the same step. The first of them computes from scratch memory
+        # The first two grid steps take the state through the same span. The first of them computes from scratch memory
         # in which no chunk was prepared: its state must not reach the slot that the second one reads.
         write_pool(refs.state, refs.pool_out, (prev.last == 1) & (pl.program_id(2) > 0), transposed)
 
@@ -264,7 +264,7 @@ def or_initial(S: jax.Array, refs: Any, chunk: StageChunk, heads: slice) -> jax.
     if chunk.index:  # no other chunk of a grid step is the first one of a row
         return S
     start = empty_state(S.shape) if refs.initial_state is None else refs.initial_state[heads]
-    return jnp.where(chunk.step.first == 1, start, S)
+    return jnp.where(chunk.span.first == 1, start, S)
 
 
 def run_backward(
@@ -294,22 +294,22 @@ def run_backward(
     if refs.dh0 is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(dstate=refs.dh0)
-    step = current_step_backwards(refs.table, static)
-    start_state(refs.dstate, refs.dht, ends(step))
+    span = current_span_backwards(refs.table, static)
+    start_state(refs.dstate, refs.dht, ends(span))
 
     def run(rows: Rows) -> None:
-        chunk = stage_chunk(step, rows, static.C, refs.owner)
+        chunk = stage_chunk(span, rows, static.C, refs.owner)
         chunk = chunk.isolate(not_finite, (refs.dstate, chunk.ending, part))
         body(refs, chunk)
         chunk.poison(results, (refs.dstate, chunk.carried), *((ref, True) for ref in sums), in_lanes=in_lanes)
 
-    run_variant(run, refs, [step], static, (*results, *in_lanes), backwards=True)
+    run_variant(run, refs, [span], static, (*results, *in_lanes), backwards=True)
 
 
 def run_variant(
     body: Callable[[Rows], None],
     refs: Any,
-    steps: Sequence[Any],
+    spans: Sequence[Any],
     static: FusedStatic,
     results: Sequence = (),
     *,
@@ -321,31 +321,31 @@ def run_variant(
     Args:
       body: gets one kind of `Rows`, which holds for all chunks of the grid step.
       refs: the Refs of the kernel; if there is an owner, a chunk may hold several sequences.
-      steps: the steps that the stages work on. With `static.varlen`, the body does not run where none of them has rows.
+      spans: the spans that the stages work on. With `static.varlen`, the body does not run where none of them has rows.
       static: the static description of the launch.
       results: Refs of tokens that the last stage writes, or None.
-      backwards: whether the last step of a chunk comes first.
-      filled: whether the steps are known to have rows, and no results are to be cleared.
+      backwards: whether the last span of a chunk comes first.
+      filled: whether the spans are known to have rows, and no results are to be cleared.
     """
     if static.varlen:
-        whole = functools.reduce(jnp.logical_and, [(step.begin <= 0) & (step.end >= static.C) for step in steps])
-        empty = functools.reduce(jnp.logical_and, [step.begin == step.end for step in steps])
+        whole = functools.reduce(jnp.logical_and, [(span.begin <= 0) & (span.end >= static.C) for span in spans])
+        empty = functools.reduce(jnp.logical_and, [span.begin == span.end for span in spans])
 
         def run_some() -> None:
-            clear_unowned(steps[-1], results, backwards)
+            clear_unowned(spans[-1], results, backwards)
             pl.when(jnp.logical_not(empty))(lambda: body(Rows.SOME))
 
         either(whole, lambda: body(Rows.ALL), (lambda: body(Rows.SOME)) if filled else run_some)
     elif refs.owner is not None:
-        mixed = functools.reduce(jnp.logical_or, [step.mixed == 1 for step in steps])
+        mixed = functools.reduce(jnp.logical_or, [span.mixed == 1 for span in spans])
         either(mixed, lambda: body(Rows.MIXED), lambda: body(Rows.ALL))
     else:
         body(Rows.SOME if static.partial else Rows.ALL)
 
 
-def clear_unowned(step: chunk_steps.Piece, results: Sequence, backwards: bool = False) -> None:
-    """Clear the results of a chunk if no step owns some of its rows, in the first grid step that writes the chunk."""
-    pl.when(((step.closes if backwards else step.opens) & step.unowned) == 1)(lambda: layout.clear(*results))
+def clear_unowned(span: chunk_spans.Piece, results: Sequence, backwards: bool = False) -> None:
+    """Clear the results of a chunk if no span owns some of its rows, in the first grid step that writes the chunk."""
+    pl.when(((span.closes if backwards else span.opens) & span.unowned) == 1)(lambda: layout.clear(*results))
 
 
 def empty_state(shape: tuple[int, ...]) -> jax.Array:
@@ -366,11 +366,11 @@ def start_state(state_ref, start_ref, begins: jax.Array) -> None:
         state_ref[...] = empty_state(state_ref.shape) if start_ref is None else start_ref[...]
 
 
-def read_pool(pool_ref, pool_out_ref, state_ref, step: chunk_steps.Piece, transposed: bool) -> None:
+def read_pool(pool_ref, pool_out_ref, state_ref, span: chunk_spans.Piece, transposed: bool) -> None:
     """Load the state of a sequence from its slot in the pool, where the sequence starts."""
-    pl.when(step.first == 1)(lambda: pools.fetch_states(pool_ref, state_ref, step.continues, transposed))
+    pl.when(span.first == 1)(lambda: pools.fetch_states(pool_ref, state_ref, span.continues, transposed))
 
-    @pl.when((pl.program_id(2) == 0) & (step.sequence == step.target))
+    @pl.when((pl.program_id(2) == 0) & (span.sequence == span.target))
     def _():
         pools.copy_through(pool_ref, pool_out_ref)
 

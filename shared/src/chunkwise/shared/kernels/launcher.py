@@ -207,7 +207,7 @@ def launch(
       refs: the NamedTuple of the Refs: a field for every table, input, output and buffer; or a function of the Refs by
         their names.
       name, grid, cost_estimate, dimension_semantics, in_bounds: as in `pallas_call`. By default the last axis of the
-        grid is sequential: rows of the batch and blocks of heads are independent, and steps pass a state on.
+        grid is sequential: rows of the batch and blocks of heads are independent, and grid steps pass a state on.
       inputs: by name, an array or None, and how it is cut.
       outputs: by name, how an output is cut, its shape and its type.
       tables: by name, an array in scalar memory, which index maps read, or None.

@@ -2,10 +2,10 @@
 
 A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice of whole registers of 128 lanes, and so
 is a block of heads. This view costs nothing if D is a multiple of 128, because projections produce it. The grid of a
-launch is (row of the batch, block of heads, step): time is its last axis and sequential, and the state lives in VMEM
-across it.
+launch is (row of the batch, block of heads, grid step): time is its last axis and sequential, and the state lives in
+VMEM across it.
 
-`chunk_steps` says what a step is.
+`chunk_spans` says what a span is.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunk_steps, chunking, interleaved, matmul, packed, segment_tables, tiles
+from chunkwise.shared.kernels import chunk_spans, chunking, interleaved, matmul, packed, segment_tables, tiles
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these functions for the
 # backward.
@@ -166,26 +166,26 @@ def clear(*refs) -> None:
 class Blocks:
     """The BlockSpecs of a launch over the grid (row of the batch, block of heads, grid step).
 
-    A grid step works on the step `at(grid_step)`, so every stage of a software pipeline has its `Blocks`, and backward
-    kernels count down. Of the scalar tables of the launch, the table of steps is the first; it is read only where steps
+    A grid step works on the span `at(grid_step)`, so every stage of a software pipeline has its `Blocks`, and backward
+    kernels count down. Of the scalar tables of the launch, the table of spans is the first; it is read only where spans
     are pieces, which a batch of one row has.
     """
 
-    def __init__(self, C: int, steps: int, at: Callable, varlen: bool, chunks: int = 1):
+    def __init__(self, C: int, spans: int, at: Callable, varlen: bool, chunks: int = 1):
         """Cut the arrays of a launch.
 
         Args:
           C: tokens of a chunk.
-          steps: steps of a row of the batch.
-          at: the step of every grid step.
-          varlen: whether steps are pieces of chunks, each of one sequence, which the table of steps lists.
-          chunks: chunks of a step.
+          spans: spans of a row of the batch.
+          at: the span of every grid step.
+          varlen: whether spans are pieces of chunks, each of one sequence, which the table of spans lists.
+          chunks: chunks of a span.
         """
-        self.C, self.steps, self.at, self.varlen, self.chunks = C, steps, at, varlen, chunks
+        self.C, self.spans, self.at, self.varlen, self.chunks = C, spans, at, varlen, chunks
 
     def _chunk(self, grid_step, tables):
-        step = self.at(grid_step)
-        return tables[0][chunk_steps.CHUNK, step] if self.varlen else step
+        span = self.at(grid_step)
+        return tables[0][chunk_spans.CHUNK, span] if self.varlen else span
 
     def tokens(self, lanes: int, share: int = 1) -> pl.BlockSpec:
         """Cut flat tokens [B, T, all lanes]; `share` blocks of heads read the same block of lanes."""
@@ -207,16 +207,16 @@ class Blocks:
 
     def owner(self, lanes: int) -> pl.BlockSpec:
         """Cut the owners of tokens [B * NT, 1, lanes]."""
-        index = lambda b, h, grid_step, *_: (b * self.steps + self.at(grid_step), 0, 0)
+        index = lambda b, h, grid_step, *_: (b * self.spans + self.at(grid_step), 0, 0)
         return pl.BlockSpec((self.chunks, 1, lanes), index)
 
     def state(self, *tail: int) -> pl.BlockSpec:
         """Cut the state of the sequence, or the slot to read, of [N, HV, ...]; `tail` is (heads of a block, ...)."""
-        return self._by_table(chunk_steps.SEQUENCE, tail) if self.varlen else self.per_row(*tail)
+        return self._by_table(chunk_spans.SEQUENCE, tail) if self.varlen else self.per_row(*tail)
 
     def target(self, *tail: int) -> pl.BlockSpec:
         """Cut the slot to write of a pool [slots, HV, ...]."""
-        return self._by_table(chunk_steps.TARGET, tail)
+        return self._by_table(chunk_spans.TARGET, tail)
 
     def _by_table(self, row: int, tail: tuple[int, ...]) -> pl.BlockSpec:
         def index(b, h, grid_step, table, *_):
@@ -233,7 +233,7 @@ class Blocks:
         return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
 
     def per_chunk(self, *tail: int) -> pl.BlockSpec:
-        """Cut an array with one entry for every chunk, or piece, [B, NT, all, ...]; `tail` is as in `per_step`.
+        """Cut an array with one entry for every chunk, or piece, [B, NT, all, ...]; `tail` is as in `per_span`.
 
         A block of several chunks has an axis for them.
         """
@@ -242,8 +242,8 @@ class Blocks:
             (None, chunks, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
         )
 
-    def per_step(self, *tail: int) -> pl.BlockSpec:
-        """Cut an array with one entry for every step, [B, steps, all, ...]; `tail` is (how many a block has, ...)."""
+    def per_span(self, *tail: int) -> pl.BlockSpec:
+        """Cut an array with one entry for every span, [B, spans, all, ...]; `tail` is (how many a block has, ...)."""
         return pl.BlockSpec(
             (None, None, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
         )

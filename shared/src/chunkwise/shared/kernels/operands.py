@@ -19,7 +19,7 @@ class Operands:
     [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
 
     Attributes:
-      table, count: the table of steps in scalar memory and how many it has, or None: see `chunk_steps.Steps`.
+      table, count: the table of spans in scalar memory and how many it has, or None: see `chunk_spans.Spans`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
@@ -27,8 +27,8 @@ class Operands:
       initial_state: [N, HV, K, V] or [N, HV, V, K] float32.
       owner: int32 [B * NT, 1, lanes], the `coded_owners` of tokens where a chunk may hold several sequences.
       pool: the user's pool of states [slots, HV, K, V], in place of initial_state; it is neither padded nor transposed.
-      A_inv: the inverses of all steps, float32, p heads side by side.
-      h: the states before all steps, [B, steps, HV, K, V] or [B, steps, HV, V, K].
+      A_inv: the inverses of all spans, float32, p heads side by side.
+      h: the states before all spans, [B, spans, HV, K, V] or [B, spans, HV, V, K].
       v_new_over_beta: the new values divided by beta, float32, laid out as v.
       do: the cotangent of the output, laid out as v.
       dht: the cotangent of the final states, laid out as initial_state.
@@ -50,9 +50,9 @@ class Operands:
     do: jax.Array = ABSENT
     dht: jax.Array | None = None
 
-    def steps(self, static: "FusedStatic") -> Any:
-        """Return how many steps a launch has for a row of the batch: a number, or a traced scalar."""
-        return static.steps if self.count is None else self.count
+    def spans(self, static: "FusedStatic") -> Any:
+        """Return how many spans a launch has for a row of the batch: a number, or a traced scalar."""
+        return static.spans if self.count is None else self.count
 
     def gradients(self) -> dict[str, Any]:
         """Return the operands by the names of their gradients, which have the same tokens."""
@@ -72,13 +72,13 @@ class FusedStatic:
       K, V: head dimensions, padded to whole lanes.
       C: tokens of a chunk.
       N: how many states go in and out.
-      steps: the steps of a row of the batch; each is some chunks, or a piece of one.
+      spans: the spans of a row of the batch; each is some chunks, or a piece of one.
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
-      varlen: every packed sequence has a state, and a step is a piece of a chunk, of one sequence.
+      varlen: every packed sequence has a state, and a span is a piece of a chunk, of one sequence.
       readable: tokens of a row that may be read. Rows of its last chunk behind them must not be: they are past the end
         of the arrays, or a law would make decays of their zeros.
-      chunks: chunks of a step.
+      chunks: chunks of a span.
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
       compensate: step sizes make up for the rounding of keys, as `tiles.unit_keys` says, because step sizes may exceed
@@ -94,7 +94,7 @@ class FusedStatic:
     V: int
     C: int
     N: int
-    steps: int
+    spans: int
     scale: float
     config: Any
     varlen: bool
@@ -120,8 +120,8 @@ class FusedStatic:
         return max(heads // self.group, 1), max(self.group // heads, 1)
 
     def in_steps_of(self, chunks: int) -> Self:
-        """Return the description of a launch whose steps have so many chunks, where those of this one have one."""
-        return dataclasses.replace(self, chunks=chunks, steps=-(-self.steps // chunks))
+        """Return the description of a launch whose spans have so many chunks, where those of this one have one."""
+        return dataclasses.replace(self, chunks=chunks, spans=-(-self.spans // chunks))
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on, by name."""

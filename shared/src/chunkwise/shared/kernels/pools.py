@@ -1,8 +1,8 @@
 """Pools of states: which slot a sequence starts from and ends in, and how a kernel reads and writes the slots in place.
 
-The index maps of the grid name the block of a slot, so that Pallas copies it to fast memory one step ahead. A block
-that is written goes back when the index changes. So a step that neither reads nor writes a state keeps the index of a
-step that does: see `resident`.
+The index maps of the grid name the block of a slot, so that Pallas copies it to fast memory one grid step ahead. A
+block that is written goes back when the index changes. So a grid step that neither reads nor writes a state keeps the
+index of a grid step that does: see `resident`.
 """
 
 from typing import NamedTuple
@@ -51,10 +51,10 @@ def wait(copy) -> None:
 
 
 def resident(slots: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """Return, int32 [S], the slot whose block a step holds in fast memory.
+    """Return, int32 [S], the slot whose block a grid step holds in fast memory.
 
-    A step holds its slot if it has one (`slots` is not below 0). Any other step holds the slot of the nearest
-    earlier step that has one; steps before the first step with a slot hold the slot of that step. If no step has a
+    A grid step holds its slot if it has one (`slots` is not below 0). Any other grid step holds the slot of the nearest
+    earlier one that has a slot; the grid steps before the first one with a slot hold this slot. If no grid step has a
     slot, all hold `otherwise`.
     """
     index, has = jnp.arange(slots.shape[0], dtype=jnp.int32), slots >= 0

@@ -1,13 +1,13 @@
-"""The steps of a launch: the chunk, or the piece of one, that a grid step works on, and the table that says which.
+"""The spans of a launch: the chunk, or the piece of one, that a grid step works on, and the table that says which.
 
 There are three ways to cut the tokens of a launch:
 
-- A row of the batch is one sequence, and a step is a chunk of it. All that a kernel asks follows from the number of the
-  step, so there is no table.
-- In a packed batch without states, and in rows of segments, a step is a chunk that may hold several sequences. The
+- A row of the batch is one sequence, and a span is a chunk of it. All that a kernel asks follows from the number of the
+  span, so there is no table.
+- In a packed batch without states, and in rows of segments, a span is a chunk that may hold several sequences. The
   table says which sequence is open between two chunks, and the owner of every token says how the sequences lie in the
   chunk: see `layout.sequence_masks`.
-- In a packed batch with states a step is a piece of a chunk that belongs to one sequence, so that every sequence has a
+- In a packed batch with states a span is a piece of a chunk that belongs to one sequence, so that every sequence has a
   boundary where its state can be handed in and out: in an array of states, or in the slots of a pool. The table lists
   the pieces.
 
@@ -30,14 +30,14 @@ _ROW_BITS = 13
 _FLAGS = ("first", "last", "opens", "closes", "unowned", "continues")
 
 
-class Steps(NamedTuple):
-    """The steps of a launch.
+class Spans(NamedTuple):
+    """The spans of a launch.
 
     Attributes:
       table: None where every row is one sequence. Where a chunk may hold several sequences, int32 [B * (NT + 1)],
-        `open_sequences`. Where steps are pieces, int32 [3, steps] for `Piece`, or [4, steps] if states lie in a pool.
+        `open_sequences`. Where spans are pieces, int32 [3, spans] for `Piece`, or [4, spans] if states lie in a pool.
       owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
-      count: int32, how many steps of the table there are, if only the run tells; None for all of them.
+      count: int32, how many spans of the table there are, if only the run tells; None for all of them.
     """
 
     table: jax.Array | None
@@ -45,25 +45,25 @@ class Steps(NamedTuple):
     count: jax.Array | None = None
 
 
-def make_steps(
+def make_spans(
     T: int, C: int, cu_seqlens: jax.Array | None, with_states: bool, segment_ids: jax.Array | None = None
-) -> Steps:
-    """Return the steps of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
+) -> Spans:
+    """Return the spans of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
     if cu_seqlens is None and segment_ids is None:
-        return Steps(None, None)
+        return Spans(None, None)
     if cu_seqlens is None or not with_states:
         codes = segment_tables.coded_owners(cu_seqlens, segment_ids, T)
         owner, table = open_sequences(codes, C)
-        return Steps(table, owner)
+        return Spans(table, owner)
     p = chunking.varlen_tiles(T, C, cu_seqlens)
     return _table_of_pieces(p, C, (p.chunk + 1) * C > cu_seqlens[-1])
 
 
-def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = None) -> Steps:
-    """Return the steps of a stream of T tokens whose states lie in the slots of a pool: pieces of its chunks.
+def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = None) -> Spans:
+    """Return the spans of a stream of T tokens whose states lie in the slots of a pool: pieces of its chunks.
 
-    A sequence that has no tokens takes no step, and its slots stay as they are. A serving step has many such sequences,
-    which are its decodes, so the table says how many steps there are.
+    A sequence that has no tokens takes no span, and its slots stay as they are. A serving step has many such sequences,
+    which are its decodes, so the table says how many spans there are.
 
     Args:
       T, C: tokens and chunk size; static.
@@ -92,8 +92,8 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
         p, final = chunking.cut(T, C, start, end, (token, owner))
         target = jnp.concatenate([target, slot])
     # The slot that a piece writes, -1 for none: a piece writes where a sequence or a block ends.
-    steps = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)
-    written = final[None] == steps[:, None]
+    spans = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)
+    written = final[None] == spans[:, None]
     written = jnp.sum(jnp.where(written, target[None] + 1, jnp.int32(0)), axis=1, dtype=jnp.int32) - 1
     source = chunking.take(routes.source[None] + 1, p.sequence)[0] - 1
     rows = p.begin < p.end
@@ -101,7 +101,7 @@ def pool_steps(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     reads = jnp.where(first, source, jnp.int32(-1))
     sources, targets = pools.resident_slots(reads, written)
     unowned = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > jnp.max(jnp.where(filled, end, jnp.int32(0))))
-    count = jnp.max(jnp.where(rows | p.opens, steps + 1, jnp.int32(1)))
+    count = jnp.max(jnp.where(rows | p.opens, spans + 1, jnp.int32(1)))
     p = p._replace(sequence=sources, first=first, last=written >= 0)
     return _table_of_pieces(p, C, unowned, reads >= 0, targets)._replace(count=count)
 
@@ -122,11 +122,11 @@ def _filled_first(routes: pools.Routes, T: int) -> pools.Routes:
     return pools.Routes(start, end, source, target[:, None], blocks)
 
 
-def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, continues=None, target=None) -> Steps:
+def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, continues=None, target=None) -> Spans:
     """Return the table of pieces of chunks of C tokens; the other arguments are attributes of `Piece`."""
     if C >= 2**_ROW_BITS:
         raise NotImplementedError(
-            f'"fused" takes fewer than {2**_ROW_BITS} tokens in a step of a packed batch with states; got {C} by '
+            f'"fused" takes fewer than {2**_ROW_BITS} tokens in a grid step of a packed batch with states; got {C} by '
             f"`config`."
         )
     empty = p.begin == p.end
@@ -135,7 +135,7 @@ def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, contin
     flags = (p.first, p.last, p.opens, p.closes, unowned) + (() if continues is None else (continues,))
     for i, flag in enumerate(flags):
         place |= flag.astype(jnp.int32) << jnp.int32(2 * _ROW_BITS + i)
-    return Steps(jnp.stack([p.sequence, p.chunk, place] + ([] if target is None else [target])), None)
+    return Spans(jnp.stack([p.sequence, p.chunk, place] + ([] if target is None else [target])), None)
 
 
 def limit_of_chunks(B: int, T: int, C: int) -> str | None:
@@ -186,7 +186,7 @@ def open_sequences(codes: jax.Array, C: int) -> tuple[jax.Array, jax.Array]:
 # Inside of kernels.
 
 
-class ChunkStep:
+class Span:
     """A chunk of a row of the batch; every attribute is a scalar int32.
 
     Attributes:
@@ -210,12 +210,12 @@ class ChunkStep:
     final = property(lambda self: segment_tables.decoded(self._table[self._row + self.chunk + 1]))
     mixed = property(lambda self: (self._table[self._row + self.chunk] < 0).astype(jnp.int32))
 
-    def of_chunk(self, index: jax.Array) -> "ChunkStep":
+    def of_chunk(self, index: jax.Array) -> "Span":
         """Return the chunk that is `index` chunks after this one."""
-        return ChunkStep(self.chunk + index, self._T, self._C, self._table, self._row)
+        return Span(self.chunk + index, self._T, self._C, self._table, self._row)
 
     def rows(self, C: int) -> jax.Array:
-        """Return which rows of the chunk belong to the step, bool [C, 1]."""
+        """Return which rows of the chunk belong to the span, bool [C, 1]."""
         row = lax.broadcasted_iota(jnp.int32, (C, 1), 0)
         return (row >= self.begin) & (row < self.end)
 
@@ -225,19 +225,19 @@ class ChunkStep:
         return (column >= self.begin) & (column < self.end)
 
 
-class Piece(ChunkStep):
+class Piece(Span):
     """A piece of a chunk, as the table of pieces says; every attribute is a scalar int32.
 
     Attributes:
-      sequence: the sequence whose state goes in and out; over a pool, the slot whose block the step holds to read.
+      sequence: the sequence whose state goes in and out; over a pool, the slot whose block the grid step holds to read.
       first, last: 1 where the piece is the first or the last one of its sequence; over a pool, `last` is 1 where the
-        step writes a state, also at the end of a block of tokens.
+        grid step writes a state, also at the end of a block of tokens.
       chunk: the chunk of the stream.
       begin, end: the rows of the chunk that belong to the piece; other rows may hold anything. If a piece is of several
         chunks, they count through all of these. Both are 0 for a piece without rows.
       opens, closes: 1 where the piece is the first or the last one of its chunk.
       unowned: 1 where the chunk has rows that no piece owns.
-      target: over a pool, the slot whose block the step holds to write.
+      target: over a pool, the slot whose block the grid step holds to write.
       continues: over a pool, 1 where a sequence starts with this piece from the state in a slot, and not from zeros.
     """
 
