@@ -60,16 +60,6 @@ def make(dtype, present, numbers=True) -> Any:
     return Interleaved(*(one(2 * LANES) if has else None for has in present))
 
 
-@pytest.mark.parametrize(("dtype", "present"), CASES)
-def test_whole(dtype, present):
-    x = make(dtype, present)
-    want = np.zeros(x.shape, np.float32)
-    for i, y in enumerate(x.parts):
-        if y is not None:
-            want[:, i :: len(present)] = y.astype(jnp.float32)
-    np.testing.assert_array_equal(x.whole().astype(jnp.float32), want)
-
-
 @pytest.mark.parametrize(("dtype", "present"), [*CASES, *IN_LANES])
 def test_launch(dtype, present):
     x = make(dtype, present)

@@ -23,11 +23,6 @@ def test_the_function_stays_what_it_is():
     assert explained("ab") == "ab"
 
 
-def test_an_argument_of_the_function_itself():
-    assert "reverse" in unknown_arguments.INSTEAD
-    assert explained("ab", reverse=True) == "ba"
-
-
 def test_every_such_argument_of_a_call():
     message = (
         "flip() got an unexpected keyword argument 'safe_gate': leave it out; gates of any strength are safe here, and "
