@@ -261,7 +261,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     """
     B, HV, spans, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
     turns = chunks_in_turn(x, static)
-    static, each = static.in_steps_of(turns), (turns,) if turns > 1 else ()
+    static, each = static.in_spans_of(turns), (turns,) if turns > 1 else ()
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
     key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)

@@ -55,7 +55,7 @@ def takes(x: Operands, static: FusedStatic) -> bool:
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
     return kernel_bwd.plan(
-        x, static.in_steps_of(chunk_loop.even_chunks(static, static.config.chunks)), outputs, _kernel
+        x, static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks)), outputs, _kernel
     )
 
 

@@ -267,7 +267,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
     B, HV, NT, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
     chunks = chunk_loop.most_chunks(static)
-    static = static.in_steps_of(chunks)
+    static = static.in_spans_of(chunks)
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
     count = 1 + inverts + passes
     first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))

@@ -53,7 +53,7 @@ def takes(x: KdaOperands, static: KdaStatic) -> bool:
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
     return kernel_bwd.plan(
-        x, static.in_steps_of(chunk_loop.even_chunks(static, static.config.chunks_bwd)), outputs, operator, _kernel
+        x, static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks_bwd)), outputs, operator, _kernel
     )
 
 

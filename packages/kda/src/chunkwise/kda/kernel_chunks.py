@@ -27,7 +27,7 @@ def takes(x: KdaOperands, static: KdaStatic) -> bool:
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
-    return kernel.plan(x, static.in_steps_of(chunk_loop.most_chunks(static)), outputs, operator, _kernel)
+    return kernel.plan(x, static.in_spans_of(chunk_loop.most_chunks(static)), outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:

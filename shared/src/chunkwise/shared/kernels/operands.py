@@ -119,7 +119,7 @@ class FusedStatic:
         """Return the key heads of a block of value heads, and how many blocks share a key head."""
         return max(heads // self.group, 1), max(self.group // heads, 1)
 
-    def in_steps_of(self, chunks: int) -> Self:
+    def in_spans_of(self, chunks: int) -> Self:
         """Return the description of a launch whose spans have so many chunks, where those of this one have one."""
         return dataclasses.replace(self, chunks=chunks, spans=-(-self.spans // chunks))
 
