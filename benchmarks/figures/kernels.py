@@ -140,12 +140,11 @@ def cost_two_keys() -> str:
         for case in names
         for way in PASSES
     ]
-    ours = {
-        "operator": lambda row: names[row["case"]], "T": count("T"), "pass": "pass",
-        "kernel cycles": count("kernel_cycles"), "bundles": count("bundles"),
-    }  # fmt: skip
-    columns = {name: of("fused", cell) for name, cell in ours.items()}
-    return table(lines, columns | {"deltanet-tpu, bundles": of("deltanet-tpu", count("bundles"))})
+    columns = {"operator": lambda row: names[row["case"]], "T": count("T"), "pass": "pass", "bundles": count("bundles")}
+    columns |= {"grid steps": count("grid_steps"), "ms": fixed("estimate_ms")}
+    theirs = {"deltanet-tpu, bundles": count("bundles"), "deltanet-tpu, ms": fixed("estimate_ms", 1)}
+    ours = {name: of("fused", cell) for name, cell in columns.items()}
+    return table(lines, ours | {name: of("deltanet-tpu", cell) for name, cell in theirs.items()})
 
 
 @block

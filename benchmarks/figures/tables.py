@@ -73,7 +73,7 @@ def percent(share: float) -> str:
 
 def mebibytes(number: float) -> str:
     """Return MiB, with decimals where they matter."""
-    return f"{number:,.0f}" if number == round(number) or number >= 20 else f"{number:.2f}".rstrip("0")
+    return f"{number:,.0f}" if number == round(number) or number >= 20 else f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def count(key: str) -> Cell:
