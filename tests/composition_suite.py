@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     chunk: Callable
     recurrent: Callable
     ragged: Callable
-    definition: definitions.Definition
+    definition: definitions.TokenRule
     inputs: Callable[..., dict[str, jax.Array]]
     gates: tuple[str, ...]
     static: Mapping[str, Any] = MappingProxyType({})

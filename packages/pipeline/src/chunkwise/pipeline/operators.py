@@ -54,7 +54,7 @@ class Composition(NamedTuple):
       gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
     """
 
-    definition: definitions.Definition
+    definition: definitions.TokenRule
     make: Callable[..., dict[str, Any]]
     static: tuple[tuple[str, Any], ...] = ()
     gradients: tuple[tuple[str, float], ...] = ()

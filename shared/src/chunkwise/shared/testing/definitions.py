@@ -18,7 +18,7 @@ State = Any
 Step = Callable[[State, dict[str, jax.Array], float], tuple[State, jax.Array]]
 
 
-class Definition(NamedTuple):
+class TokenRule(NamedTuple):
     """An operator: the step of a token, the state before the first token, and what it reads of an initial state."""
 
     step: Step
@@ -68,15 +68,15 @@ def read_mlstm_states(state: State, fixed: Fixed = jax.lax.stop_gradient) -> Sta
     return C * change[..., None, None], n * change[..., None], fixed(m)
 
 
-GATED_DELTA_PRODUCT = Definition(gated_delta_product)
-DPLR_DELTA_RULE = Definition(dplr_delta_rule)
-MLSTM = Definition(
+GATED_DELTA_PRODUCT = TokenRule(gated_delta_product)
+DPLR_DELTA_RULE = TokenRule(dplr_delta_rule)
+MLSTM = TokenRule(
     mlstm, lambda HV, K, V: (jnp.zeros((HV, K, V)), jnp.zeros((HV, K)), jnp.full(HV, -jnp.inf)), read_mlstm_states
 )
 
 
 def reference(
-    definition: Definition,
+    definition: TokenRule,
     x: dict[str, Any],
     *,
     scale: float | None = None,
@@ -148,7 +148,7 @@ def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(definition: Definition, scale: float, normalise: bool, x: dict[str, Any], begins, valid, ends):
+def _run(definition: TokenRule, scale: float, normalise: bool, x: dict[str, Any], begins, valid, ends):
     """Return o and the final states; heads of keys are repeated for their value heads."""
     (B, T), K, (HV, V) = begins.shape, x["q"].shape[3], x["v"].shape[2:]
     first, empty = definition.read(x["initial_state"]), definition.empty(HV, K, V)
