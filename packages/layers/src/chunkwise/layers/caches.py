@@ -31,6 +31,10 @@ class Cache(NamedTuple):
 def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dtype=jnp.float32) -> Cache:
     """Return the cache of N sequences without tokens, or a pool of N slots.
 
+    The call is::
+
+        cache = empty_cache(config, N=2, dtype=jnp.bfloat16)
+
     Args:
       config: sizes of the layer.
       N: sequences or slots.
@@ -58,6 +62,10 @@ def empty_pool(
     decode_tokens: int = 1,
 ) -> Cache:
     """Return a pool whose states may be in 8 bits, and may have a ring of tokens: see `chunkwise.pipeline.make_pool`.
+
+    The call is::
+
+        pool = empty_pool(config, slots=64, dtype=jnp.bfloat16, state_dtype=jnp.int8, replay=16)
 
     Args:
       config: sizes of the layer.

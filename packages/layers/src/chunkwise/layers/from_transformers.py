@@ -304,6 +304,10 @@ def _text(named: Mapping[str, Any]) -> Mapping[str, Any]:
 def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     """Return the config of the linear attention of a model.
 
+    The call is::
+
+        config = config_from(json.loads((directory / "config.json").read_text()), layer=0)
+
     A setting that `hf_config` leaves out, or has as null, is the default of transformers. For models of
     flash-linear-attention it is the default there. Names that have nothing to do with linear attention, such as names
     that a fine-tune or a quantization adds, are not read.

@@ -118,6 +118,10 @@ class Init(Protocol[Config, Weights]):
     def __call__(self, key: jax.Array, config: Config, dtype=jnp.float32) -> Weights:
         """Return random weights.
 
+        The call is::
+
+            weights = {layer}(jax.random.key(0), config)
+
         Args:
           key: a key of `jax.random`.
           config: sizes of the layer.
@@ -130,6 +134,10 @@ class Load(Protocol[Config, Weights]):
 
     def __call__(self, named: Mapping[str, Any], config: Config, prefix: str = "") -> Weights:
         """Return the weights of a checkpoint.
+
+        The call is::
+
+            weights = {layer}(open_checkpoint(directory), config, "model.layers.0.linear_attn.")
 
         Args:
           named: arrays by their names in the checkpoint, numpy's, torch's or JAX's; arrays of 8 bits with their scales.
@@ -149,6 +157,10 @@ class Save(Protocol[Config, Weights]):
         self, weights: Weights, config: Config, prefix: str = "", model: str | None = None
     ) -> dict[str, np.ndarray]:
         """Return the arrays of a checkpoint.
+
+        The call is::
+
+            named = {layer}(weights, config, "model.layers.0.linear_attn.")
 
         It undoes the function that loads weights, to the bit: the result has the names and layouts in which
         transformers saves the model, so that transformers, vLLM and SGLang read it too. The arrays have the types of

@@ -27,6 +27,10 @@ def _described(config: config.LayerConfig) -> dict[str, str]:
 def cache_to_bytes(cache: caches.Cache, config: config.LayerConfig) -> bytes:
     """Return the cache of n sequences as bytes: a header with the sizes and types, the arrays, and a checksum.
 
+    The call is::
+
+        data = cache_to_bytes(read_cache(pool, slots), config)
+
     Args:
       cache: from `read_cache` or from the layer; its arrays may be numpy's.
       config: sizes of the layer.
@@ -44,6 +48,10 @@ def cache_to_bytes(cache: caches.Cache, config: config.LayerConfig) -> bytes:
 
 def cache_from_bytes(data: bytes, config: config.LayerConfig) -> caches.Cache:
     """Return the cache of n sequences that `cache_to_bytes` has made bytes of, with arrays of numpy.
+
+    The call is::
+
+        pool = write_cache(pool, slots, cache_from_bytes(data, config))
 
     Args:
       data: the bytes.

@@ -62,6 +62,10 @@ def check_inputs(
 ) -> None:
     """Check the values of a training batch, beyond its shapes and types.
 
+    The call is::
+
+        check_inputs(q, k, v, g, beta, min_gate=-5.0)
+
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
     w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, i and
     f mLSTM, and g [B, T, HV, K] gates per channel. This function finds:

@@ -91,6 +91,10 @@ def make_pool(
 ) -> StatePool:  # fmt: skip
     """Return a pool of zero states for the serving steps of an operator.
 
+    The call is::
+
+        states = make_pool(slots, HV, K, V, jnp.bfloat16, replay=16, H=H)
+
     Args:
       slots, HV, K, V: sizes of the states [slots, HV, K, V].
       dtype: the type of the states: float32, bfloat16, float16 or int8. An int8 state has a float32 scale for every
@@ -285,6 +289,10 @@ def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> j
 def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> jax.Array:
     """Return the states of some slots, float32 [n, HV, K, V], after the tokens of their rings that are kept.
 
+    The call is::
+
+        states = read_states(pool, slots)
+
     Args:
       pool: a StatePool.
       slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
@@ -309,6 +317,10 @@ def kept_states(pool: StatePool, slots: jax.Array, accepted: jax.Array | None) -
 
 def write_states(pool: StatePool, slots: jax.Array, states: jax.Array) -> StatePool:
     """Return the pool with new states in some slots, rounded to its type; the rings of these slots become empty.
+
+    The call is::
+
+        pool = write_states(pool, slots, states)
 
     Args:
       pool: a StatePool; donate it.
