@@ -36,14 +36,16 @@ class Composed(Layer):
 
     Attributes:
       base: the operator whose kernels run, and `tokens` of it for a token.
+      beside: the value channels of another launch of it, or none.
     """
 
     base: str = ""
     tokens: int = 2
+    beside: tuple[int, ...] = ()
 
-    def runs(self, T: int) -> Layer:
-        """Return the layer whose kernels run for T tokens."""
-        return Layer(self.base, self.H, self.HV, self.K, self.V, T * self.tokens)
+    def runs(self, T: int) -> list[Layer]:
+        """Return the layers whose kernels run for T tokens."""
+        return [Layer(self.base, self.H, self.HV, self.K, V, T * self.tokens) for V in (self.V, *self.beside)]
 
     @property
     def table(self) -> operators.Entry:
@@ -60,11 +62,13 @@ class Composed(Layer):
         return {name: jax.ShapeDtypeStruct((1, y.shape[1] * T // 2, *y.shape[2:]), y.dtype) for name, y in few.items()}
 
 
-# 32 heads, as the operators that run, and the heads of RWKV-7's largest model.
+# 32 heads, as the operators that run, and the heads of RWKV-7's largest model and of xLSTM-7B.
 COMPOSED = {
     "delta-product-2": Composed("gated_delta_product", H=32, HV=32, base="gated_delta_rule"),
     "dplr": Composed("dplr_delta_rule", H=32, HV=32, base="kda"),
     "rwkv7": Composed("dplr_delta_rule", H=64, HV=64, K=64, V=64, base="kda"),
+    "xlstm-7b": Composed("mlstm", H=8, HV=8, K=256, V=512, base="simple_gla", tokens=1, beside=(128,)),
+    "simple-gla-xlstm-7b": Layer("simple_gla", H=8, HV=8, K=256, V=512),
     "gdn-32": Layer("gated_delta_rule", H=32, HV=32),
     "kda-64x64": Layer("kda", H=64, HV=64, K=64, V=64),
 }

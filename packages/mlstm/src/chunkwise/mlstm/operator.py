@@ -28,6 +28,9 @@ OPERATOR = dataclasses.replace(gla.SIMPLE_GLA, name="mlstm")
 # The divisor is a sum of terms that cancel, and its rounding is that of the whole output.
 _OF_WEIGHTS = dataclasses.replace(gla.PRECISE_SIMPLE_GLA, name="mlstm", warns=False)
 
+# The largest power of 2 of float32 and bfloat16.
+_LARGEST = 2.0**127
+
 
 class MlstmState(NamedTuple):
     """The state of N sequences, divided by e^m.
@@ -142,7 +145,22 @@ def _spread(
     # A TPU spreads it fastest by a product with ones, in the flat layout of the kernels: with `DEFAULT` to 8 bits, with
     # `HIGH` to 16.
     ones = jnp.repeat(jnp.eye(factor.shape[2], dtype=jnp.float32), channels, axis=1)
-    return use(jnp.matmul(factor, ones, precision=precision)).reshape(shape)
+    return use(_product(factor, ones, precision)).reshape(shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(y: jax.Array, ones: jax.Array, precision: lax.Precision) -> jax.Array:
+    """Return a product with ones among zeros, float32; what is not finite in a head is inf in its columns alone."""
+    # No zero stops a NaN, but a finite number, which overflows where it meets no zero.
+    y = jnp.where(jnp.isfinite(y), 0.5 * y, _LARGEST)
+    return jnp.matmul(y, 2.0 * ones, precision=precision, preferred_element_type=jnp.float32)
+
+
+# The gradient of a sum spreads it, and the other way round.
+_product.defvjp(
+    lambda y, ones, precision: (_product(y, ones, precision), ones),
+    lambda precision, ones, d: (_product(d, ones.T, precision), None),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -153,7 +171,8 @@ def _lane_sum(y: jax.Array, flat: bool) -> jax.Array:
     first = jnp.tile(jnp.arange(y.shape[3], dtype=jnp.int32) < 2, y.shape[2]).astype(y.dtype)
     pick = jnp.repeat(jnp.eye(y.shape[2], dtype=y.dtype), y.shape[3], axis=0) * first[:, None]
     wide = y.reshape(*y.shape[:2], -1)
-    return jnp.matmul(wide, pick, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    sums = _product(wide, pick, lax.Precision.HIGHEST)
+    return jnp.where(jnp.isinf(sums), jnp.nan, sums)
 
 
 def _lane_sum_backward(flat: bool, y: jax.Array, d: jax.Array) -> tuple[jax.Array]:
