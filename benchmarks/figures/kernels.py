@@ -154,6 +154,7 @@ def cost_composition() -> str:
     names = {
         "gdn-32": "gated delta rule", "delta-product-2": "Gated DeltaProduct, n = 2", "kimi-linear-48b": "KDA",
         "dplr": "DPLR", "kda-64x64": "KDA, 64 heads of 64", "rwkv7": "RWKV-7, 64 heads of 64",
+        "simple-gla-xlstm-7b": "simple GLA, 8 heads, K = 256, V = 512", "xlstm-7b": "mLSTM, the same, xLSTM-7B",
     }  # fmt: skip
     lines = [only(rows, case=case, implementation="fused", way=way) for way in PASSES for case in names]
     columns = {
