@@ -17,37 +17,37 @@ from jax import lax
 class Interleaved:
     """The tokens [B, T n, ...] of n arrays [B, T, ...] in turn; None is an array of zeros."""
 
-    def __init__(self, *parts: Any):
+    def __init__(self, *arrays: Any):
         """Take the n arrays, which have one shape and type; at least one of them is not None."""
-        self.parts = parts
+        self.arrays = arrays
 
     def tree_flatten(self) -> tuple[tuple, None]:
-        """Return the parts, as JAX asks for."""
-        return self.parts, None
+        """Return the arrays, as JAX asks for."""
+        return self.arrays, None
 
     @classmethod
-    def tree_unflatten(cls, _, parts: Sequence) -> "Interleaved":
-        """Return the tokens of these parts, as JAX asks for."""
-        return cls(*parts)
+    def tree_unflatten(cls, _, arrays: Sequence) -> "Interleaved":
+        """Return the tokens of these arrays, as JAX asks for."""
+        return cls(*arrays)
 
     def map(self, function: Callable[[Any], Any]) -> "Interleaved":
-        """Return the results of a function of one part."""
-        return Interleaved(*(None if y is None else function(y) for y in self.parts))
+        """Return the results of a function of one array."""
+        return Interleaved(*(None if y is None else function(y) for y in self.arrays))
 
     def like(self, y: Any) -> "Interleaved":
-        """Return tokens with y in the place of every part."""
+        """Return tokens with y in the place of every array."""
         return self.map(lambda _: y)
 
     @property
     def first(self) -> Any:
-        """The first part that is not None."""
-        return next(y for y in self.parts if y is not None)
+        """The first array that is not None."""
+        return next(y for y in self.arrays if y is not None)
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """The shape of all tokens together."""
         B, T, *rest = self.first.shape
-        return B, T * len(self.parts), *rest
+        return B, T * len(self.arrays), *rest
 
     @property
     def ndim(self) -> int:
@@ -57,17 +57,17 @@ class Interleaved:
     @property
     def size(self) -> int:
         """The entries of all arrays, which are what a kernel reads."""
-        return sum(y.size for y in self.parts if y is not None)
+        return sum(y.size for y in self.arrays if y is not None)
 
     @property
     def dtype(self) -> Any:
-        """The type of all parts."""
+        """The type of all arrays."""
         return self.first.dtype
 
     @property
     def perturbed(self) -> bool:
-        """Whether the gradient of a part is requested, in the forward of a custom_vjp with symbolic zeros."""
-        return any(getattr(y, "perturbed", False) for y in self.parts)
+        """Whether the gradient of an array is requested, in the forward of a custom_vjp with symbolic zeros."""
+        return any(getattr(y, "perturbed", False) for y in self.arrays)
 
     def astype(self, dtype: Any) -> "Interleaved":
         """Return tokens of this type."""
@@ -76,12 +76,12 @@ class Interleaved:
     def whole(self) -> jax.Array:
         """Return all tokens in one array."""
         if _divided(self.first):
-            parts = [jnp.zeros_like(self.first) if y is None else y for y in self.parts]
-            return jnp.stack(parts, axis=2).reshape(self.shape)
-        n, zero, rest = len(self.parts), jnp.zeros((), self.dtype), [(0, 0, 0)] * (self.ndim - 2)
+            arrays = [jnp.zeros_like(self.first) if y is None else y for y in self.arrays]
+            return jnp.stack(arrays, axis=2).reshape(self.shape)
+        n, zero, rest = len(self.arrays), jnp.zeros((), self.dtype), [(0, 0, 0)] * (self.ndim - 2)
         # A TPU takes a seventh of the time for padding between rows, and for a slice, that it takes for a stack.
         among = lambda i, y: lax.pad(y, zero, [(0, 0, 0), (i, n - 1 - i, n - 1), *rest])
-        return functools.reduce(jnp.add, [among(i, y) for i, y in enumerate(self.parts) if y is not None])
+        return functools.reduce(jnp.add, [among(i, y) for i, y in enumerate(self.arrays) if y is not None])
 
 
 @jax.tree_util.register_pytree_node_class
@@ -114,7 +114,7 @@ class InLanes:
         return self.rows
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         """The array of every kind of token: a launch takes other lanes of it for each."""
         return (self.rows,) * self.n
 
@@ -135,7 +135,7 @@ class InLanes:
 
 
 KINDS = Interleaved, InLanes
-"""The operands that a launch reads in parts."""
+"""The operands that a launch reads as several arrays."""
 
 
 def whole(tree: Any) -> Any:
@@ -151,7 +151,7 @@ def at_queries(q: Any, o: Any) -> Any:
     """Return outputs [B, T, ...] of the tokens with queries, from outputs of all tokens or of these alone."""
     if not isinstance(q, Interleaved):
         return o
-    n, at = len(q.parts), next(i for i, y in enumerate(q.parts) if y is not None)
+    n, at = len(q.arrays), next(i for i, y in enumerate(q.arrays) if y is not None)
     if o.shape[1] == q.first.shape[1]:
         return o
     return o.reshape(o.shape[0], -1, n, *o.shape[2:])[:, :, at] if _divided(o) else o[:, at::n]
@@ -169,16 +169,16 @@ def first(y: Any) -> Any:
 
 def kinds(y: Any) -> int:
     """Return how many kinds of tokens there are: 1 for an array."""
-    return len(y.parts) if isinstance(y, Interleaved) else 1
+    return len(y.arrays) if isinstance(y, Interleaved) else 1
 
 
 def like(model: Any, y: Any) -> Any:
-    """Return y where the model has parts, or y itself if the model is an array."""
+    """Return y where the model has several arrays, or y itself if the model is an array."""
     return model.like(y) if isinstance(model, Interleaved) else y
 
 
 def unless_fitting(x: Any, C: int) -> Any:
     """Return a tree as it is if kernels with chunks of C tokens can put its tokens together, and `whole` otherwise."""
     found = [y for y in jax.tree.leaves(x, is_leaf=_known) if _known(y)]
-    fits = all(y.dtype != jnp.float16 and C % (8 * len(y.parts)) == 0 for y in found)
+    fits = all(y.dtype != jnp.float16 and C % (8 * len(y.arrays)) == 0 for y in found)
     return x if fits else whole(x)

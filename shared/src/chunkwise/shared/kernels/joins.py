@@ -1,6 +1,6 @@
 """How a launch puts the tokens of an `Interleaved` together in fast memory, and takes those of its outputs apart.
 
-The parts of an operand or output x are the operands or outputs x.0, x.1, ... of the launch; a buffer has the tokens.
+The arrays of an operand or output x are the operands or outputs x.0, x.1, ... of the launch; a buffer has the tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from chunkwise.shared.kernels import interleaved, layout, matmul, packed
 
 
 def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arrays by name, each with its spec, with those of parts; and buffers by name.
+    """Return arrays by name, each with its spec, with the arrays of interleaved ones; and buffers by name.
 
     The buffer of the same name is for the tokens, and `name.tiles` is for the registers of `join`, if it needs them.
     """
@@ -25,10 +25,10 @@ def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str,
         if not isinstance(x, interleaved.KINDS):
             flat[name] = x, spec
             continue
-        (*outer, C, lanes), n = spec.block_shape, len(x.parts)
+        (*outer, C, lanes), n = spec.block_shape, len(x.arrays)
         # The blocks of lanes before those of the next kind, if one array has the tokens of all kinds.
         blocks = x.shape[2] // lanes if isinstance(x, interleaved.InLanes) else 0
-        for i, y in enumerate(x.parts):
+        for i, y in enumerate(x.arrays):
             if y is not None:
                 flat[f"{name}.{i}"] = y, _part(spec, (*outer, C // n, lanes), i * blocks)
         buffers[name] = pltpu.VMEM((C, lanes), x.dtype)
@@ -50,24 +50,24 @@ def _part(spec: pl.BlockSpec, block: tuple, first: int) -> pl.BlockSpec:
     return pl.BlockSpec(block, index)
 
 
-def take_parts(named: dict[str, Any], name: str, n: int) -> list[Any]:
-    """Remove the parts of n kinds of tokens from a dict, and return them; None where it has none."""
+def take_arrays(named: dict[str, Any], name: str, n: int) -> list[Any]:
+    """Remove the arrays of n kinds of tokens from a dict, and return them; None where it has none."""
     return [named.pop(f"{name}.{i}", None) for i in range(n)]
 
 
 def take(named: dict[str, Any], name: str, x: Any) -> tuple[Any, list[Any], Any]:
     """Return the arguments of `join` and `separate` from the Refs of a launch, which keep the tokens of x alone."""
-    return named[name], take_parts(named, name, len(x.parts)), named.pop(f"{name}.tiles", None)
+    return named[name], take_arrays(named, name, len(x.arrays)), named.pop(f"{name}.tiles", None)
 
 
-def join(ref: Any, parts: Sequence[Any], tiles: Any) -> None:
+def join(ref: Any, arrays: Sequence[Any], tiles: Any) -> None:
     """Store the rows of Refs [C / n, lanes] in turn in a Ref [C, lanes]; None is zeros.
 
     A row of registers holds one float32 or two bfloat16. Stores with a stride put them in turn, in `tiles`, a Ref
     [lanes / 128, words, 128], because they need rows of one register.
     """
-    zeros = jnp.zeros((ref.shape[0] // len(parts), ref.shape[1]), ref.dtype)
-    rows = [zeros if y is None else y[...] for y in parts]
+    zeros = jnp.zeros((ref.shape[0] // len(arrays), ref.shape[1]), ref.dtype)
+    rows = [zeros if y is None else y[...] for y in arrays]
     if matmul.is_interpreted():
         layout.store_every(ref, rows)
         return
@@ -80,22 +80,22 @@ def join(ref: Any, parts: Sequence[Any], tiles: Any) -> None:
         ref[:, lanes] = pltpu.bitcast(tiles[i], ref.dtype)
 
 
-def separate(ref: Any, parts: Sequence[Any], tiles: Any) -> None:
+def separate(ref: Any, arrays: Sequence[Any], tiles: Any) -> None:
     """Store the rows of a Ref [C, lanes] in Refs [C / n, lanes] in turn, the inverse of `join`."""
     if matmul.is_interpreted():
-        rows = layout.load_every(ref, len(parts))
+        rows = layout.load_every(ref, len(arrays))
     elif tiles is None:
         rows = halves(ref.bitcast(jnp.uint32)[...])
     else:
         for i, lanes in _registers(ref):
             tiles[i] = pltpu.bitcast(ref[:, lanes], tiles.dtype)
-        n = len(parts) * tiles.shape[1] // ref.shape[0]
+        n = len(arrays) * tiles.shape[1] // ref.shape[0]
         each = [layout.load_every(tiles.at[i], n) for i, _ in _registers(ref)]
         words = [jnp.concatenate(y, axis=1) for y in zip(*each, strict=True)]
         rows = [y for x in words for y in halves(x)] if ref.dtype == jnp.bfloat16 else words
-    for part, y in zip(parts, rows, strict=True):
-        if part is not None:
-            part[...] = y
+    for array, y in zip(arrays, rows, strict=True):
+        if array is not None:
+            array[...] = y
 
 
 def _registers(ref: Any) -> Iterator[tuple[int, slice]]:

@@ -254,7 +254,7 @@ def launch(
     named: dict[str, Any] = dict(zip(written, results, strict=True))
     for key in parted:
         if key in outputs:
-            named[key] = interleaved.Interleaved(*joins.take_parts(named, key, len(like[key].parts)))
+            named[key] = interleaved.Interleaved(*joins.take_arrays(named, key, len(like[key].arrays)))
     return named | {key: like[key].of(named[key]) for key in written if isinstance(like.get(key), interleaved.InLanes)}
 
 
@@ -266,7 +266,7 @@ def _written(outputs: Mapping[str, tuple], requested: Collection[str] | None, li
             x = jax.ShapeDtypeStruct(tuple(shape), dtype)
             model = like.get(key)
             if isinstance(model, interleaved.Interleaved):
-                x = model.like(x.update(shape=(shape[0], shape[1] // len(model.parts), *shape[2:])))
+                x = model.like(x.update(shape=(shape[0], shape[1] // len(model.arrays), *shape[2:])))
             written[key] = x, spec
     return written
 

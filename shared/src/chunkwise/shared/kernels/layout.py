@@ -28,7 +28,7 @@ def to_lanes(x: Any, T: int, n: int = 1) -> Any:
     Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes`.
     """
     if isinstance(x, interleaved.Interleaved):
-        return x.map(lambda y: to_lanes(y, T // len(x.parts)))
+        return x.map(lambda y: to_lanes(y, T // len(x.arrays)))
     if n > 1:
         rows = x.reshape(x.shape[0], x.shape[1] // n, n * x.shape[2], x.shape[3])
         return interleaved.InLanes(to_lanes(rows, T // n), n)
