@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.fused_gla import operator as gla
 from chunkwise.mlstm import stabiliser
-from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, signature
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
@@ -52,11 +51,6 @@ Results = tuple[jax.Array, MlstmState | None]
 def chunk(named: dict[str, Any]) -> Results:
     """Run `chunk_mlstm` with these arguments by name."""
     x, options = check(named)
-    # Without a delta rule, whose inverse grows with it, the largest size that any implementation prefers is the best.
-    if options.chunk_size is None:
-        options = options._replace(
-            chunk_size=tuning.best_chunk_size("xla", x.q.shape[1], state=x.k.shape[3] * x.v.shape[3])
-        )
     how = implementations.choose(OPERATOR.implementations, named["implementation"], x, options).name
     by = lambda operator: lambda x, options: operator.chunk(x, options, how)
     # The kernels take whole registers of values.
