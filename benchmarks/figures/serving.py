@@ -23,8 +23,8 @@ MIXTURES = {
 
 
 def step_rows(chip: str) -> list[dict]:
-    """Return the rows of serving steps on a chip; decodes alone on a v6e have a file, of a newer compiler."""
-    return [*rows_of(f"step-{chip}"), *(rows_of("step-v6e-decodes") if chip == "v6e" else [])]
+    """Return the rows of serving steps on a chip, decodes alone and those with prefills."""
+    return [*rows_of(f"step-{chip}"), *select(rows_of("step-prefills"), chip=chip)]
 
 
 def heads(layer: models.Layer) -> str:
@@ -223,7 +223,7 @@ def step_float16() -> str:
 @block
 def step_others() -> str:
     """Prefills of the other operators on a v6e, and steps on a CPU."""
-    rows, on_cpu = rows_of("step-v6e"), rows_of("step-cpu")
+    rows, on_cpu = rows_of("step-prefills"), rows_of("step-cpu")
     texts = []
     for case, name in (("kimi-linear-48b", "Kimi-Linear"), ("minimax-text-01", "MiniMax")):
         one, many = (only(rows, case=case, mixture=f"prefill-8192{kind}")["cycles"] for kind in ("", "-ragged"))
