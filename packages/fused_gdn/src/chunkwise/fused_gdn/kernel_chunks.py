@@ -33,6 +33,8 @@ from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads of all chunks together that are prepared, inverted and finished at a time, and of a chunk that pass the state.
 PREPARED, INVERTED, FINISHED, PASSED = 4, 16, 4, 8
+# Of up to so many heads, two chunks are prepared at a time.
+FEW = 4
 
 
 class GdnChunksRefs(NamedTuple):
@@ -88,9 +90,10 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     chunks = chunk_loop.chunks_of(cur, static)
     q, k, g, beta = _load_chunks(refs, chunks, s, static)
     every, staged, inverses, lefts = s.over(static.chunks), {}, {}, {}
-    stages: dict[str, Iterator] = dict(m=_prepare(refs, q, k, g, beta, every, static, staged))
+    parts = every.split(2 * s.heads if s.heads <= FEW else PREPARED)
+    stages: dict[str, Iterator] = dict(m=_prepare(refs, q, k, g, beta, every, parts, static, staged))
     # Between two products of the inverse, or of the state, there is other work.
-    n, order = len(every.split(PREPARED)), "xm"
+    n, order = len(parts), "xm"
     if passes:
         stages["p"] = schedule.software_pipeline(
             _pass_chunks(refs, chunk_loop.chunks_of(prev, static), part, s, static) for part in s.split(PASSED)
@@ -128,12 +131,12 @@ def _load_chunks(refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], s: ti
 
 
 def _prepare(
-    refs: GdnChunksRefs, q, k, g, beta, every: tile.Heads, static: FusedStatic, staged: dict
+    refs: GdnChunksRefs, q, k, g, beta, every: tile.Heads, parts: list[tile.Heads], static: FusedStatic, staged: dict
 ) -> Iterator[None]:
-    """Add to `staged` what the second stage needs of the heads of all chunks, some heads at a time."""
+    """Add to `staged` what the second stage needs of the heads of all chunks, those of one of the parts at a time."""
     gates = tile.gate_sums(g, beta, every, k.dtype != jnp.bfloat16, None)
     yield
-    for part in every.split(PREPARED):
+    for part in parts:
         staged[part] = kernel.prepare(refs, q, k, gates, part, None, static)
         yield
 
