@@ -144,20 +144,24 @@ def prefill_runs(case: Layer, mixture: Mixture, C: int) -> tuple[int, list[int]]
     Regions are in the order of the kernel's text.
     """
     step: dict[str, Any] = {name: jnp.asarray(y) for name, y in mixture.step().items()}
-    tokens, T, block = mixture.W if mixture.replay else None, mixture.T, C
+    tokens, T, block, chunks, stages = mixture.W if mixture.replay else None, mixture.T, C, 1, 2
     routes = step_table.find_step(step.pop("cu_seqlens"), Slots(**step), None, T, tokens).prefills
     if not case.table.delta:
         # A grid step is a piece of several chunks.
         config = default_for(case.H, case.HV, case.K, case.V, C, num_chunks(T, C), 2, per_channel=False)
         assert config is not None
         block *= tuning.largest_divisor(num_chunks(T, C), config.num_steps)
+    else:
+        chunks, stages = turns.piece_chunks(case, T, mixture.N, C)
+        block *= chunks
     made = pool_spans(T, block, routes)
     assert made.count is not None
     table = np.asarray(made.table)[:, : int(made.count)]
     at = lambda n: Piece(table, n, block)
     if case.table.delta:
-        number, regions = turns.delta_rule_runs(at, table.shape[1], C, "fwd", True, turns.second_path(case, C))
-        steps = at(turns.passing(table.shape[1])[1])
+        second = turns.second_path(case, C, chunks)
+        number, regions = turns.delta_rule_runs(at, table.shape[1], block, "fwd", True, second, stages)
+        steps = at(turns.passing(table.shape[1], stages)[-1])
     else:
         number, steps = table.shape[1], at(np.s_[:])
         regions = turns.gla_runs(steps, block, C, "fwd", True)[1:]

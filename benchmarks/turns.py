@@ -11,12 +11,14 @@ import numpy as np
 
 from benchmarks import regions
 from chunkwise.command.models import Layer
+from chunkwise.fused_gdn import config as gdn_config
 from chunkwise.fused_gla.config import default_for
 from chunkwise.kda import config as kda_config
 from chunkwise.shared.kernels.chunk_spans import Piece, Span, make_spans
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.packed import packing
 from chunkwise.shared.tuning import largest_divisor
+from chunkwise.shared.tuning import piece_chunks as piece_chunks_of
 
 # From the name of an operation and the kernel's loop to the steps of a block of heads and how many of them run each
 # region, as for `regions.kernel_bundles`; None if every step runs all regions.
@@ -56,40 +58,50 @@ def has_second_path(case: Layer) -> bool:
     return case.table.delta and (case.table.per_channel or case.table.erase == "key")
 
 
-def second_path(case: Layer, C: int) -> tuple[int, ...]:
+def second_path(case: Layer, C: int, chunks: int = 1) -> tuple[int, ...]:
     """Return how many steps of a forward run the regions that make up for strong gates, of which none is strong here.
 
-    There is one around the regions of all packs of heads.
+    There is one around the regions of all packs of heads, of all chunks of a step.
     """
     if not has_second_path(case):
         return ()
     config = kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
-    return (0,) * (1 + config.heads // packing(C, config.heads, config.heads_bwd))
+    return (0,) * (1 + chunks * config.heads // packing(C, config.heads, config.heads_bwd))
 
 
-def passing(steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for every grid step of a forward the step that it prepares, and the step that the state goes through."""
-    turn = np.arange(steps + 1)
-    return np.minimum(turn, steps - 1), np.maximum(turn - 1, 0)
+def piece_chunks(case: Layer, T: int, sequences: int, C: int) -> tuple[int, int]:
+    """Return the chunks of a piece of a delta rule's forward, and the stages of its kernel."""
+    if has_second_path(case):
+        config = kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
+    else:
+        config = gdn_config.default_for(case.H, case.HV, C, case.K, case.V)
+    chunks = piece_chunks_of(T // C, sequences, config.chunks)
+    return chunks, 3 if chunks > 1 and not has_second_path(case) else 2
 
 
-def delta_rule_runs(at, steps, C, kind, pieces, second):
+def passing(steps: int, stages: int = 2) -> list[np.ndarray]:
+    """Return for every grid step of a forward the steps of all its stages: the last one takes the state through it."""
+    turn = np.arange(steps + stages - 1)
+    return [np.clip(turn - stage, 0, steps - 1) for stage in range(stages)]
+
+
+def delta_rule_runs(at, steps, C, kind, pieces, second, stages=2):
     """Return the grid steps of a delta rule, and which of them run each region; `at` gives some of its steps."""
     if kind == "bwd":
-        cur = prev = at(np.arange(steps))
+        each = (prev := at(np.arange(steps)),)
         # The first grid step clears results, too.
-        begins = np.array(cur.last)
+        begins = np.array(prev.last)
         begins[-1] = 1
         starts, turned = (begins,), steps
     else:
-        cur, prev = map(at, passing(steps))
+        *_, prev = each = [*map(at, passing(steps, stages))]
         # A forward selects the state that a sequence starts from, without a branch.
-        starts, turned = (), steps + 1
+        starts, turned = (), steps + stages - 1
     if not pieces:
         return turned, (*starts, *second)
     unowned = (prev.closes if kind == "bwd" else prev.opens) & prev.unowned
-    whole = (cur.end - cur.begin == C) & (prev.end - prev.begin == C)
-    empty = (cur.begin == cur.end) & (prev.begin == prev.end)
+    whole = np.logical_and.reduce([x.end - x.begin == C for x in each])
+    empty = np.logical_and.reduce([x.begin == x.end for x in each])
     return turned, (*starts, whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second)
 
 

@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.shared import tuning
+from chunkwise.shared.operator import Operator
+from chunkwise.shared.testing import inputs
+from tests import pool_suite
 from tests.recurrence import assert_recurrence
 from tests.traced import launches
 
@@ -47,3 +51,26 @@ class Kernel(NamedTuple):
         for found, expected in zip(self.run(2, **spoilt), self.run(2, **x), strict=True):
             np.testing.assert_array_equal(found[1:], expected[1:])
             assert np.isnan(found[0]).any()
+
+    def assert_packed(self, x) -> None:
+        """Compare pieces of two chunks with the float64 recurrence; a sequence ends within a piece, another is empty.
+
+        A sequence at the first token has the same bits whatever follows it, NaN too.
+        """
+        cu_seqlens = inputs.boundaries(70, 0, 130)
+        more = dict(chunk_size=16, implementation="fused", config=self.config(4))
+        call = lambda x: self.operator(**x, cu_seqlens=cu_seqlens, output_final_state=True, **more)
+        rows, T = x["v"].shape[2] // 2, x["v"].shape[1]
+        ((name, count, _, _),) = launches(call, x)
+        assert count == rows * (-(-T // 32) + 3 + self.more[name.split("_")[-2]])
+        x = inputs.poison_padding(x, cu_seqlens)
+        assert_recurrence(self.operator, x, gradients=False, cu_seqlens=cu_seqlens, **more)
+        spoilt = x | {"v": x["v"].at[0, 80].set(jnp.nan)}
+        for found, expected, first in zip(call(spoilt), call(x), (np.s_[:, :70], np.s_[:2]), strict=True):
+            np.testing.assert_array_equal(found[first], expected[first])
+            assert np.isnan(found).any()
+
+    def assert_prefills(self, monkeypatch, operator: Operator, x, dtype) -> None:
+        """Compare prefills over a pool of this type, in pieces of two chunks, with the float64 recurrence."""
+        monkeypatch.setattr(tuning, "piece_chunks", lambda chunks, sequences, most: most)
+        pool_suite.assert_prefills(operator, x, dtype, chunk_size=16, config=self.config(2))

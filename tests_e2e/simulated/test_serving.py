@@ -13,6 +13,7 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda_record
 from chunkwise.pipeline import operators
+from chunkwise.shared import tuning
 from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
 from tests import engine, pool_suite, ragged_suite
@@ -44,6 +45,7 @@ THOROUGH = dict(
     test_step=lambda operator, pool, start: (operator, pool, start) != QUICK,
     test_slots_and_counts_that_do_not_exist=True,
     test_prefills=True,
+    test_prefills_in_pieces_of_two_chunks=lambda operator: operator != "gated_delta_rule",
     test_token_by_token=lambda operator, batch: (operator, batch) != ("recurrent_gla", "pack"),
     test_token_by_token_over_a_pool=lambda operator, batch: (operator, batch) != ("recurrent_kda", "rows"),
 )
@@ -103,6 +105,15 @@ def test_prefills(operator, blocks, cores):
     entry = operators.OPERATORS[f"chunk_{operator}"]
     x = operators.operator_inputs(entry, 1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, blocks=blocks, chunk_size=16)
+
+
+@pytest.mark.parametrize(("operator", "config", "cores"), [
+    ("gated_delta_rule", fused_gdn.Config(2, 2, 2), 1), ("kda", kda.Config(2, 2, 2), 2),
+])  # fmt: skip
+def test_prefills_in_pieces_of_two_chunks(operator, config, cores, monkeypatch):
+    monkeypatch.setattr(tuning, "piece_chunks", lambda chunks, sequences, most: most)
+    x = operators.operator_inputs(operators.OPERATORS[f"chunk_{operator}"], 1, pool_suite.PREFILL_TOKENS, 1, 2, K, V)
+    pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, chunk_size=16, config=config)
 
 
 RECURRENT = [entry.name for entry in operators.RECURRENT]

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
+from chunkwise.fused_gdn.operator import OPERATOR
 from chunkwise.shared.testing.inputs import make_inputs
-from tests import several_chunks_suite
+from tests import pool_suite, several_chunks_suite
 from tests.recurrence import assert_recurrence
 from tests.traced import launches
 
@@ -45,3 +46,13 @@ def test_chunks_in_turn(dtype):
 
 def test_rows_are_isolated():
     KERNEL.assert_rows_are_isolated(make_inputs(3, 130, 1, 2, 24, 40))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_sequences(dtype):
+    KERNEL.assert_packed(make_inputs(1, 208, 1, 2, 24, 40, dtype=dtype, num_states=3))
+
+
+def test_prefills(monkeypatch):
+    x = make_inputs(1, pool_suite.PREFILL_TOKENS, 1, 2, 24, 40)
+    KERNEL.assert_prefills(monkeypatch, OPERATOR, x, jnp.bfloat16)

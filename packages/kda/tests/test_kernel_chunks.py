@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.kda import Config, chunk_kda
+from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.testing.inputs import make_inputs
-from tests import several_chunks_suite
+from tests import pool_suite, several_chunks_suite
 
 MORE = dict(fwd=1, summary=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_kda, lambda chunks: Config(2, 2, chunks, chunks), MORE)
@@ -27,3 +28,13 @@ def test_values_and_gradients(dtype, sizes, more):
 
 def test_rows_are_isolated():
     KERNEL.assert_rows_are_isolated(make_inputs(3, 130, 1, 2, 24, 40, per_channel=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_sequences(dtype):
+    KERNEL.assert_packed(make_inputs(1, 208, 1, 2, 24, 40, dtype=dtype, num_states=3, per_channel=True))
+
+
+def test_prefills(monkeypatch):
+    x = make_inputs(1, pool_suite.PREFILL_TOKENS, 1, 2, 24, 40, per_channel=True)
+    KERNEL.assert_prefills(monkeypatch, OPERATOR, x, jnp.bfloat16)

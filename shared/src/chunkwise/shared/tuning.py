@@ -98,6 +98,19 @@ def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 
     return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
 
 
+def piece_chunks(chunks: int, sequences: int, most: int) -> int:
+    """Return the chunks of a piece of a packed sequence with a state, in a forward that keeps nothing for a backward.
+
+    A sequence pays for all chunks of its first and its last piece, so pieces are small where it may be short.
+
+    Args:
+      chunks: of all tokens.
+      sequences: how many share these tokens; some may have none.
+      most: the most chunks of a grid step.
+    """
+    return min(most, 4 if chunks >= max(32, 8 * sequences) else 2 if chunks >= max(4, 4 * sequences) else 1)
+
+
 def divides_groups(heads: int, H: int, HV: int) -> bool:
     """Return whether blocks of `heads` value heads hold whole groups that share a key head, or lie inside a group."""
     group = HV // H

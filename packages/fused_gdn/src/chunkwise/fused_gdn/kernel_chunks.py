@@ -14,7 +14,7 @@ of what is requested. The map of `kernel_map` is such a launch without outputs: 
 have no values. A launch for the inverses alone, as `jax.checkpoint` runs it before a backward, has the first two
 stages, without P and L. Where an earlier launch has made A_inv, the first stage makes L, and there is no second one.
 
-Every row of the batch is one sequence here, and its states do not lie in a pool.
+A span is several chunks of a row that is one sequence, or of a packed sequence: a piece of so many chunks.
 """
 
 import functools
@@ -44,6 +44,7 @@ class GdnChunksRefs(NamedTuple):
     of the heads of all its chunks.
     """
 
+    table: jax.Ref  # `chunk_spans.Spans`
     q: jax.Ref  # [rows, keys K] of the first stage
     k: jax.Ref  # [rows, keys K] of the first stage
     v: jax.Ref  # [rows, heads V] of the third stage
@@ -52,6 +53,7 @@ class GdnChunksRefs(NamedTuple):
     unread_q: jax.Ref  # an operand that is not read
     unread_v: jax.Ref  # an operand that is not read
     initial_state: jax.Ref  # [heads, K, V]
+    pool: jax.Ref  # [heads, K, V], not padded
     A_inv: jax.Ref  # [chunks, packs of a chunk, C, p C] of the first stage
     o: jax.Ref  # [rows, heads V] of the third stage
     ht: jax.Ref  # [heads, K, V]
@@ -59,6 +61,7 @@ class GdnChunksRefs(NamedTuple):
     v_new_over_beta: jax.Ref  # [rows, heads V] of the third stage
     A_inv_out: jax.Ref  # [chunks, packs of a chunk, C, p C] of the second stage
     M: jax.Ref  # [heads, K, K]
+    pool_out: jax.Ref  # [heads, K, V], not padded
     state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, V + K]; the Ref ht, if that is all that is requested
     # What the first stage leaves for the second.
     start: jax.Ref  # float32 [n, C, p C], decays from the start of a chunk
@@ -77,17 +80,22 @@ class GdnChunksRefs(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and x.pool is None and chunk_loop.most_chunks(static) > 1
+    return x.owner is None and (static.chunks if static.varlen else chunk_loop.most_chunks(static)) > 1
 
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
-    if refs.ht is not None and refs.M is None:
-        # The block of the output stays in fast memory until the next row begins.
-        refs = refs._replace(state=refs.ht)
+    stages = 1 + (refs.A_inv is None) + (refs.left is not None)
+    body = functools.partial(_grid_step, static=static, s=s)
+    chunk_loop.run_forward_chunks(refs, body, static, stages=stages, transposed=False)
+
+
+def _grid_step(
+    refs: GdnChunksRefs, of_stages: list[list[chunk_loop.StageChunk]], static: FusedStatic, s: tile.Heads
+) -> None:
+    """Run all stages of a grid step on their chunks."""
     inverts, passes = refs.A_inv is None, refs.state is not None
-    cur, *_, prev = chunk_loop.current_spans(None, 1 + inverts + passes, static)
-    chunks = chunk_loop.chunks_of(cur, static)
+    chunks, *_, prev = of_stages
     q, k, g, beta = _load_chunks(refs, chunks, s, static)
     every, staged, inverses, lefts = s.over(static.chunks), {}, {}, {}
     parts = every.split(2 * s.heads if s.heads <= FEW else PREPARED)
@@ -95,9 +103,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     # Between two products of the inverse, or of the state, there is other work.
     n, order = len(parts), "xm"
     if passes:
-        stages["p"] = schedule.software_pipeline(
-            _pass_chunks(refs, chunk_loop.chunks_of(prev, static), part, s, static) for part in s.split(PASSED)
-        )
+        stages["p"] = schedule.software_pipeline(_pass_chunks(refs, prev, part, s, static) for part in s.split(PASSED))
         order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "m" + "mpfp" * n
     if inverts:
         inverted = every.split(INVERTED)
@@ -113,7 +119,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     _hand_on(refs, q, k, staged, inverses, lefts)
     if refs.M is not None:
 
-        @pl.when(prev.of_chunk(jnp.int32(static.chunks - 1)).last == 1)
+        @pl.when(prev[-1].span.last == 1)
         def _():
             refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.V :]
 
@@ -208,6 +214,8 @@ def _pass_chunks(
     """Write the outputs of some heads, and take their states through the chunks, one by one."""
     for chunk in chunks:
         rows, here = chunk.rows(s.C), part.in_chunk(chunk.index, s)
+        # Pieces share a chunk, so each stores only its rows, as in `kernel`.
+        stored = chunk.valid if static.varlen else None
         S = _state_before(refs, chunk, part)  # [heads, K, channels]
         if refs.h is not None:
             refs.h[chunk.index, part.values_at] = S.astype(refs.h.dtype)
@@ -222,7 +230,7 @@ def _pass_chunks(
         added = packed.multiply_packed(refs.left[here.packs_at], v - start * KS, part.p, refs.k.dtype)
         refs.state[part.values_at] = start[:, -1:] * S + added[:, -s.K :]
         if QS is not None:
-            layout.store_heads(refs.o, (static.scale * start) * QS + added[:, : s.C], None, part.first, rows)
+            layout.store_heads(refs.o, (static.scale * start) * QS + added[:, : s.C], stored, part.first, rows)
         if refs.v_new_over_beta is not None:
             layout.store_heads(refs.v_new_over_beta, added[:, -s.K - s.C : -s.K], None, part.first, rows)
         yield
@@ -230,9 +238,9 @@ def _pass_chunks(
 
 def _state_before(refs: GdnChunksRefs, chunk: chunk_loop.StageChunk, part: tile.Heads) -> jax.Array:
     """Return the states of some heads before a chunk; M, which begins with the identity, is beside them."""
-    S = refs.state[part.values_at]
     if refs.M is None or chunk.index:
-        return chunk_loop.or_initial(S, refs, chunk, part.values_at)
+        return chunk_loop.load_state(refs, chunk, part.values_at)
+    S = refs.state[part.values_at]
     before = chunk_loop.or_initial(S[:, :, : part.V], refs, chunk, part.values_at)
     i, j = (lax.broadcasted_iota(jnp.int32, (part.heads, part.K, part.K), axis) for axis in (1, 2))
     identity = tile.indicator(i == j)
@@ -269,8 +277,9 @@ def _store(refs: GdnChunksRefs, values: dict[str, Any], at: Any = ...) -> None:
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
     B, HV, NT, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
-    chunks = chunk_loop.most_chunks(static)
-    static = static.in_spans_of(chunks)
+    static = static if static.varlen else static.in_spans_of(chunk_loop.most_chunks(static))
+    chunks = static.chunks
+    slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
     count = 1 + inverts + passes
     first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))
@@ -299,8 +308,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         refs=GdnChunksRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'summary' if 'ht' in outputs else 'states'}_c{s.C}",
         # More grid steps, because the last stage has chunks one or two grid steps after they are prepared.
-        grid=(B, HV // s.heads, static.spans + count - 1),
-        tables={},
+        grid=(B, HV // s.heads, x.spans(static) + count - 1),
+        tables={"table": x.table},
         inputs={
             # Without q and v, a block of them stays an operand, so that vmap over one of them alone gives all results
             # the same batch axis.
@@ -310,9 +319,11 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "initial_state": (x.initial_state, state),
+            "pool": (x.pool, last.state(*slot)),
             "A_inv": (x.A_inv, first.per_chunk(*inverses)),
         },
-        outputs={
+        outputs=({} if x.pool is None else {"pool_out": (last.target(*slot), x.pool.shape, x.pool.dtype)})
+        | {
             "o": (value, x.v.shape, dtype),
             "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
             "h": (last.per_chunk(s.heads, s.K, s.V), (B, NT, HV, s.K, s.V), dtype),
@@ -323,6 +334,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         requested=outputs,
         like={"o": x.q},
         scratch=scratch,
+        in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
         in_bounds=True,
     )

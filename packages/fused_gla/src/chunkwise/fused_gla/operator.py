@@ -118,7 +118,6 @@ KERNELS = fused.Kernels(
     optional=("g", "g_gamma"),
     transposed=True,
     makes_map=_per_channel,
-    tile_tokens=lambda static: static.chunks * static.C,
 )
 
 

@@ -12,8 +12,8 @@ class Config:
     Attributes:
       heads: value heads of a grid step of the forward: whole groups that share a key head, or a part of a group.
       heads_bwd: value heads of a grid step of the backward, by the same rule.
-      chunks: the most chunks of a grid step of the forward over rows that are one sequence. Few heads leave units idle,
-        and chunks fill them.
+      chunks: the most chunks of a grid step of the forward over rows that are one sequence, or of a piece of a packed
+        sequence: see `tuning.piece_chunks`. Few heads leave units idle, and chunks fill them.
       chunks_bwd: the same of the backward.
     """
 

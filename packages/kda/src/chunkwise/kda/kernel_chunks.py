@@ -4,7 +4,7 @@ The chain from the state before a chunk to the state after it is what few heads 
 are prepared, and their inverses made, at once, as if they were more heads; then the state goes through the chunks one
 by one. The functions of `kernel` run on the Refs of one chunk.
 
-Every row of the batch is one sequence here, and its states do not lie in a pool.
+A span is several chunks of a row that is one sequence, or of a packed sequence: a piece of so many chunks.
 """
 
 import functools
@@ -21,21 +21,25 @@ from chunkwise.shared.kernels import chunk_loop, inverse, schedule
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
-    plain = not static.varlen and x.owner is None and x.pool is None and x.A_inv is None
-    return plain and chunk_loop.most_chunks(static) > 1
+    chunks = static.chunks if static.varlen else chunk_loop.most_chunks(static)
+    return x.owner is None and x.A_inv is None and chunks > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
-    return kernel.plan(x, static.in_spans_of(chunk_loop.most_chunks(static)), outputs, operator, _kernel)
+    static = static if static.varlen else static.in_spans_of(chunk_loop.most_chunks(static))
+    return kernel.plan(x, static, outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
     """Take the state through the chunks prev, and prepare the chunks cur, of the next grid step."""
-    if refs.ht is not None:
-        # The block of the output stays in fast memory until the next row begins.
-        refs = refs._replace(state=refs.ht)
-    cur, prev = (chunk_loop.chunks_of(span, static) for span in chunk_loop.current_spans(None, 2, static))
+    body = functools.partial(_grid_step, static=static)
+    chunk_loop.run_forward_chunks(refs, body, static, stages=2, transposed=True)
+
+
+def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChunk]], static: KdaStatic) -> None:
+    """Run both stages of a grid step on their chunks."""
+    cur, prev = of_stages
     views, p = loads.of_chunks(refs, static, static.config.heads), static.p
     firsts, packs = range(0, static.config.heads, p), static.config.heads // p
     gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]

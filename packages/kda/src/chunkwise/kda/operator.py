@@ -123,6 +123,7 @@ KERNELS = fused.Kernels(
     precomputed=("A_inv", "scores"),
     transposed=True,
     most_channels=state_map.MOST_CHANNELS,
+    several_chunks=True,
 )
 
 

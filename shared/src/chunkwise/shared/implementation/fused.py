@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from chunkwise.shared import compat
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
@@ -52,7 +52,8 @@ class Kernels(NamedTuple):
       makes_map: whether `states` makes M, the matrices of a `StateMap`, for these arguments.
       most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
         identity beside the states.
-      tile_tokens: from static, the tokens of a grid step where a packed batch has states.
+      several_chunks: whether a piece may have up to `config.chunks` chunks where only the output and states are
+        requested.
       owner_repeats: from static, how often the owners of the tokens of a chunk are repeated side by side.
     """
 
@@ -69,7 +70,7 @@ class Kernels(NamedTuple):
     transposed: bool = False
     makes_map: Callable[[Arguments], bool] = lambda x: False
     most_channels: int = 0
-    tile_tokens: Callable[[Any], int] = lambda static: static.C
+    several_chunks: bool = False
     owner_repeats: Callable[[Any], int] = lambda static: 1
 
 
@@ -119,7 +120,7 @@ def _limit_of_table(kernels: Kernels, x: Arguments, options: Options) -> str | N
     static = kernels.static_for(x, options._replace(config=kernels.config_for(x, options)), frozenset())
     blocks = x.slots is not None and x.slots.block_state_indices is not None
     return chunk_spans.limit_of_pieces(
-        T, kernels.tile_tokens(static), x.num_states, options.block_size if blocks else None
+        T, static.chunks * static.C, x.num_states, options.block_size if blocks else None
     )
 
 
@@ -128,9 +129,8 @@ def run(kernels: Kernels, x: Arguments, options: Options, precomputed: dict[str,
     """Return the output [B, T, HV, V] and the final states [N, HV, K, V], None unless asked for."""
     x = interleaved.unless_fitting(x, options.chunk_size)
     options = options._replace(config=kernels.config_for(x, options))
-    scale, spans = x.scale, _spans(kernels, x, options)
-    operands = _vary_alike((x._replace(scale=None), spans, precomputed or {}))
-    o, states = _attend(kernels, options, *operands)
+    scale = x.scale
+    o, states = _attend(kernels, options, *_vary_alike((x._replace(scale=None), precomputed or {})))
     return launcher.scaled(o, scale), states
 
 
@@ -139,12 +139,22 @@ def _vary_alike(tree):
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(tree)), tree)
 
 
-def _spans(kernels: Kernels, x: Arguments, options: Options) -> Spans:
+def _without_residuals(kernels: Kernels, static, block_size: int | None = None):
+    """Return the static description of a launch where only the output and states are requested.
+
+    States after blocks of tokens end pieces, too, so a piece has no more tokens than a block.
+    """
+    if not (kernels.several_chunks and static.varlen):
+        return static
+    most = static.config.chunks if block_size is None else min(static.config.chunks, block_size // static.C)
+    chunks = tuning.piece_chunks(static.T // static.C, static.N, most)
+    return static.in_pieces_of(chunks) if chunks > 1 else static
+
+
+def _spans(kernels: Kernels, x: Arguments, static) -> Spans:
     """Return the spans of a launch over whole sequences."""
-    static = kernels.static_for(x, options, frozenset())
-    with_states = x.with_state or bool(options.output_final_state)
-    tokens = kernels.tile_tokens(static) if with_states and x.cu_seqlens is not None else static.C
-    spans = chunk_spans.make_spans(x.q.shape[1], tokens, x.cu_seqlens, with_states, x.segment_ids)
+    tokens = static.chunks * static.C if static.varlen else static.C
+    spans = chunk_spans.make_spans(x.q.shape[1], tokens, x.cu_seqlens, static.varlen, x.segment_ids)
     owner = spans.owner
     return spans if owner is None else spans._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
 
@@ -179,12 +189,12 @@ def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Arr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(kernels: Kernels, options: Options, x: Arguments, spans: Spans, precomputed: dict[str, jax.Array]):
+def _attend(kernels: Kernels, options: Options, x: Arguments, precomputed: dict[str, jax.Array]):
     """Run the forward, differentiable; arguments are prepared, and their scale is in the options."""
     static = kernels.static_for(x, options, frozenset())
-    return _results(
-        kernels, x, kernels.forward(_operands(kernels, x, static, spans, **precomputed), static, _outputs(options))
-    )
+    static = static if precomputed else _without_residuals(kernels, static)
+    operands = _operands(kernels, x, static, _spans(kernels, x, static), **precomputed)
+    return _results(kernels, x, kernels.forward(operands, static, _outputs(options)))
 
 
 def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
@@ -193,11 +203,12 @@ def _results(kernels: Kernels, x: Arguments, out: dict[str, jax.Array]) -> tuple
     return _user_output(out["o"], x), states
 
 
-def _forward(kernels: Kernels, options: Options, x: Arguments, spans: Spans, precomputed: dict[str, jax.Array]):
+def _forward(kernels: Kernels, options: Options, x: Arguments, precomputed: dict[str, jax.Array]):
     # With symbolic zeros, every array comes with a flag that says whether its gradient is requested.
     requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
-    x, spans, precomputed = jax.tree.map(lambda y: y.value, (x, spans, precomputed))
+    x, precomputed = jax.tree.map(lambda y: y.value, (x, precomputed))
     static = kernels.static_for(x, options, requested)
+    spans = _spans(kernels, x, static)
     residuals = kernels.residuals + kernels.recomputed * options.disable_recompute
     names = tuple(name for name in residuals if name not in precomputed)
 
@@ -262,7 +273,7 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
         dh0, dht = dfloats["initial_state"], None if dstates is None else dstates.astype(x.initial_state.dtype)
         dfloats["initial_state"] = layout.unless_empty(dh0, dht, x.cu_seqlens)
     nothing = dict.fromkeys(Arguments._fields)
-    return Arguments(**nothing | dfloats), None, None
+    return Arguments(**nothing | dfloats), None
 
 
 def _gradient_of(operand: str) -> str:
@@ -278,8 +289,8 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
-    static = kernels.static_for(x, options, frozenset())
-    spans = chunk_spans.pool_spans(x.q.shape[1], kernels.tile_tokens(static), routes, options.block_size)
+    static = _without_residuals(kernels, kernels.static_for(x, options, frozenset()), options.block_size)
+    spans = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
     assert spans.table is not None
     static = replace(static, spans=spans.table.shape[1])
     operands = _vary_alike(_operands(kernels, x, static, spans, pool=pool, count=spans.count))
@@ -306,7 +317,7 @@ def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: b
     options, x = options._replace(output_final_state=True), x._replace(scale=None)
     # This launch does not know whether the gradient of constant gates is requested, and takes the precision for it.
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
-    operands = _vary_alike(_operands(kernels, x, static, _spans(kernels, x, options)))
+    operands = _vary_alike(_operands(kernels, x, static, _spans(kernels, x, static)))
     out = kernels.states(operands, static, ("ht", *kernels.precomputed, *(("M",) if with_map else ())))
     M, K = out.get("M"), x.q.shape[3]
     if M is not None:
@@ -329,7 +340,7 @@ def state_gradient(
     options = options._replace(config=kernels.config_for(x, options), output_final_state=True)
     do, x = launcher.scaled(do, x.scale), x._replace(scale=None)
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
-    operands = _operands(kernels, x, static, _spans(kernels, x, options), True, **precomputed or {})
+    operands = _operands(kernels, x, static, _spans(kernels, x, static), True, **precomputed or {})
     do = layout.to_lanes(do.astype(operands.v.dtype), static.T)
     operands = _vary_alike(replace(operands, do=do, dht=kernel_states(dstates, kernels.transposed)))
     return _user_states(kernels, kernels.backward(operands, static, ("dh0",))["dh0"], x, dstates)

@@ -94,9 +94,12 @@ def stage_chunk(span: chunk_spans.Span, rows: Rows, C: int, owner_ref: Any, inde
     return StageChunk(span, masks, span.rows(C) if rows is Rows.SOME else None, index=index)
 
 
-def chunks_of(span: chunk_spans.Span, static: FusedStatic) -> list[StageChunk]:
-    """Return the chunks of a span of a row that is one sequence; the last ones of the last span may have no tokens."""
-    rows = Rows.SOME if static.readable % (static.chunks * static.C) else Rows.ALL
+def chunks_of(span: chunk_spans.Span, static: FusedStatic, rows: Rows | None = None) -> list[StageChunk]:
+    """Return the chunks of a span of one sequence, of which some may have no tokens.
+
+    Without `rows`, they are the rows of a row of the batch that is one sequence.
+    """
+    rows = rows or (Rows.SOME if static.partial else Rows.ALL)
     return [stage_chunk(span.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
 
 
@@ -247,6 +250,42 @@ def run_forward(
         # The first two grid steps take the state through the same span. The first of them computes from scratch memory
         # in which no chunk was prepared: its state must not reach the slot that the second one reads.
         write_pool(refs.state, refs.pool_out, (prev.last == 1) & (pl.program_id(2) > 0), transposed)
+
+
+def run_forward_chunks(
+    refs: Any,
+    body: Callable[[Any, list[list[StageChunk]]], None],
+    static: FusedStatic,
+    *,
+    stages: int,
+    transposed: bool,
+) -> None:
+    """Run a grid step of a forward that takes several chunks of one sequence a grid step.
+
+    Args:
+      refs: the Refs of the kernel: table, initial_state, pool, o, ht, pool_out and state.
+      body: gets the Refs, whose state is ht if there is no other buffer for it, and for every stage the chunks that it
+        works on. The last stage takes the state through its chunks, and reads it by `load_state`.
+      static: the static description of the launch.
+      stages: the stages of the pipeline.
+      transposed: the kernel holds states as [V, K], and the pool holds them as [K, V].
+    """
+    if refs.state is None:
+        # The block of the output stays in fast memory until another sequence begins.
+        refs = refs._replace(state=refs.ht)
+    spans = current_spans(refs.table, stages, static)
+    if not static.varlen:
+        body(refs, [chunks_of(span, static) for span in spans])
+        return
+    if refs.pool is not None:
+        read_pool(refs.pool, refs.pool_out, refs.state, spans[-1], transposed)
+    last = jnp.int32(static.chunks - 1)
+    run = lambda rows: body(refs, [chunks_of(span, static, rows) for span in spans])
+    run_variant(run, refs, [x for span in spans for x in (span, span.of_chunk(last))], static, (refs.o,))
+    if refs.pool is not None:
+        # As in `run_forward`, earlier grid steps compute from scratch memory in which nothing was prepared.
+        ends_here = (spans[-1].last == 1) & (pl.program_id(2) >= stages - 1)
+        write_pool(refs.state, refs.pool_out, ends_here, transposed)
 
 
 def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:

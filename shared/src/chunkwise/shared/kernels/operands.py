@@ -107,8 +107,8 @@ class FusedStatic:
 
     @property
     def partial(self) -> bool:
-        """Whether the last chunk of a row has rows that must not be read."""
-        return self.readable % self.C > 0
+        """Whether the last span of a row has rows that must not be read."""
+        return self.readable % (self.chunks * self.C) > 0
 
     @property
     def group(self) -> int:
@@ -122,6 +122,11 @@ class FusedStatic:
     def in_spans_of(self, chunks: int) -> Self:
         """Return the description of a launch whose spans have so many chunks, where those of this one have one."""
         return dataclasses.replace(self, chunks=chunks, spans=-(-self.spans // chunks))
+
+    def in_pieces_of(self, chunks: int) -> Self:
+        """Return the description of a launch over pieces of so many chunks, where those of this one have one."""
+        spans = -(-self.T // (chunks * self.C)) + self.N
+        return dataclasses.replace(self, chunks=chunks, spans=spans)
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on, by name."""
