@@ -126,7 +126,7 @@ def _start_operator(check: Check, operator: operators.Entry, pool: Executor) -> 
 
     x = _inputs(operator.source, case, check.states)
     operands = inputs.poison_padding(x, case.cu_seqlens), case.cu_seqlens
-    cotangents = _cotangents(x, case)
+    cotangents = _cotangents(operator.source, case, check.states)
     programs: list[tuple[str, Callable, tuple]] = [
         (", gradients", compare.with_gradients(run), (*operands, cotangents))
     ]
@@ -177,11 +177,15 @@ def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _cotangents(x: dict[str, Any], case: cases.Case) -> dict[str, Any]:
-    """Return cotangents of the results for inputs x, seeded."""
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal((case.B, case.T, case.HV, case.V)), case.dtype)
-    if "initial_state" not in x:
+@functools.cache
+def _cotangents(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
+    """Return seeded cotangents of the results: zeros for outputs without a derivative."""
+    x, rng = _inputs(source, case, states), np.random.default_rng(1)
+    do = rng.standard_normal((case.B, case.T, case.HV, case.V))
+    if source.smooth is not None:
+        do = np.where(source.smooth(x, cu_seqlens=case.cu_seqlens), do, 0.0)
+    do = jnp.asarray(do, case.dtype)
+    if not states:
         return {"o": do}
     draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), jnp.float32)
     return {"o": do, "final_state": jax.tree.map(draw, x["initial_state"])}
@@ -191,7 +195,7 @@ def _cotangents(x: dict[str, Any], case: cases.Case) -> dict[str, Any]:
 def _exact(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
     """Return the results of an operator and all gradients in float64."""
     x = _inputs(source, case, states)
-    cotangents = _cotangents(x, case)
+    cotangents = _cotangents(source, case, states)
     do, dht = cotangents["o"], cotangents.get("final_state")
     o, state, *rest = source.reference(x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
     (gradients,) = rest

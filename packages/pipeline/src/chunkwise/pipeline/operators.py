@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from chunkwise.delta_product import chunk_gated_delta_product, recurrent_gated_delta_product
@@ -30,6 +31,8 @@ class Recurrence(NamedTuple):
     delta: bool
     gates: str
     erase: str | None
+    # All outputs have a derivative.
+    smooth = None
 
     def inputs(self, *sizes: int, **options) -> dict[str, jax.Array]:
         """Return seeded inputs of B, T, H, HV, K, V by name."""
@@ -52,12 +55,15 @@ class Composition(NamedTuple):
       make: the maker of its inputs.
       static: static arguments.
       gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
+      smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
+        where all have one.
     """
 
     definition: definitions.TokenRule
     make: Callable[..., dict[str, Any]]
     static: tuple[tuple[str, Any], ...] = ()
     gradients: tuple[tuple[str, float], ...] = ()
+    smooth: Callable[..., np.ndarray] | None = None
 
     def inputs(self, *sizes: int, **options) -> dict[str, Any]:
         """Return seeded inputs of B, T, H, HV, K, V by name."""
@@ -160,7 +166,12 @@ OPERATORS = {
 
 _PRODUCT = Composition(definitions.GATED_DELTA_PRODUCT, inputs.make_product_inputs, (("num_householder", 2),))
 _DPLR = Composition(definitions.DPLR_DELTA_RULE, inputs.make_dplr_inputs)
-_MLSTM = Composition(definitions.MLSTM, _mlstm_inputs, gradients=tuple(compare.AMPLIFIED.items()))
+_MLSTM = Composition(
+    definitions.MLSTM,
+    _mlstm_inputs,
+    gradients=tuple(compare.AMPLIFIED.items()),
+    smooth=definitions.has_mlstm_gradient,
+)
 
 COMPOSED = {
     operator.name: operator

@@ -51,14 +51,35 @@ def mlstm(
     state: State, token: dict[str, jax.Array], scale: float, eps: float = 1e-6, fixed: Fixed = jax.lax.stop_gradient
 ) -> tuple[State, jax.Array]:
     """Decay C and n, and write; by the function `fixed` the stabilisers have no gradient."""
+    (C, n, m), sums, least = _mlstm(state, token, scale, fixed)
+    divisor = jnp.maximum(jnp.abs(sums), least) + eps
+    return (C, n, m), scale * jnp.einsum("hkv,hk->hv", C, token["q"]) / divisor[:, None]
+
+
+def _mlstm(state: State, token: dict[str, jax.Array], scale: float, fixed: Fixed) -> tuple[State, jax.Array, jax.Array]:
+    """Return the next state, and the two numbers [HV] of which the larger one divides."""
     (C, n, m), log_f = state, jax.nn.log_sigmoid(token["f"])
     new = fixed(jnp.maximum(log_f + m, token["i"]))
     share = lambda y: jnp.where(jnp.isneginf(y), 0.0, jnp.exp(y - jnp.where(jnp.isneginf(new), 0.0, new)))
     decay, weight = share(log_f + m), share(token["i"])
     C = decay[:, None, None] * C + jnp.einsum("h,hk,hv->hkv", weight, token["k"], token["v"])
     n = decay[:, None] * n + weight[:, None] * token["k"]
-    divisor = jnp.maximum(jnp.abs(scale * jnp.einsum("hk,hk->h", n, token["q"])), jnp.exp(-new)) + eps
-    return (C, n, new), scale * jnp.einsum("hkv,hk->hv", C, token["q"]) / divisor[:, None]
+    return (C, n, new), scale * jnp.einsum("hk,hk->h", n, token["q"]), jnp.exp(-new)
+
+
+def has_mlstm_gradient(x: dict[str, Any], **options) -> np.ndarray:
+    """Return where the output [B, T, HV, V] has a derivative that no rounding to bfloat16 changes.
+
+    The larger one of two numbers divides, and where they are equal, the derivative jumps. `options` are those of
+    `reference`.
+    """
+
+    def compare(state, token, scale):
+        state, sums, least = _mlstm(state, token, scale, jax.lax.stop_gradient)
+        return state, jnp.broadcast_to((jnp.abs(sums) / least)[:, None], token["v"].shape)
+
+    ratio, _, _ = reference(MLSTM._replace(step=compare), x, **options)
+    return np.abs(ratio - 1.0) > 2.0**-6
 
 
 def read_mlstm_states(state: State, fixed: Fixed = jax.lax.stop_gradient) -> State:
