@@ -73,8 +73,7 @@ def check_inputs(
     - numbers that are not finite, except gates of -inf, and raw forget gates of mLSTM of inf,
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
     - gates that fall from token to token in every sequence, as their cumulative sums do,
-    - gates below `min_gate`, as logs to base 2 are if the gates of the model have a bound; without a bound the values
-      of such logs look as right as any,
+    - gates below `min_gate`, as logs to base 2 are if the gates of the model have a bound,
     - step sizes and erase gates out of their range, or of which the sigmoid is taken twice, and keys so long that the
       recurrence of a delta rule diverges,
     - boundaries that fall, pass the end or stop short of it, and rows that are padded with segment ids of 0.
@@ -88,9 +87,8 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as in the
-        operator.
-      use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
+      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel,
+        use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
       min_gate: the bound of gates in nats that are not raw, such as -5 for a law with this `lower_bound`; static.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros

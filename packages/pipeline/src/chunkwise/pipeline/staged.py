@@ -74,6 +74,7 @@ def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax
         moved = jnp.pad(y[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (y.ndim - 2))
         return chunking.select_tokens(place > 0, moved)
 
+    p = tiles.repeat_heads(k, beta.shape[2], axis=2) if p is None else p
     k, g_cum = before(k), before(g_cum)
     A = chunk_scaled_dot_kkt(k, beta, g_cum, cu_seqlens, C, p=p, implementation=_PALLAS)
     A = jnp.pad(A[..., 1:], [(0, 0)] * 3 + [(0, 1)])
