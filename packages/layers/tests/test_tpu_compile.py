@@ -39,16 +39,21 @@ THOROUGH = dict(
 )
 
 
+# Released heads have 64 channels; XLA for tpu7x aborts in the gradient of `r_k` if they have 8.
+CONFIGS = {name: layer.config for name, layer in LAYERS.items()}
+CONFIGS["rwkv7_attention"] = dataclasses.replace(CONFIGS["rwkv7_attention"], D=256, K=64, V=64)
+
+
 def shapes(name: str, dtype=jnp.bfloat16):
     """Return the shapes of hidden states and of weights of a layer."""
-    config = LAYERS[name].config
+    config = CONFIGS[name]
     weights = jax.eval_shape(lambda: LAYERS[name].init(jax.random.key(0), config, dtype))
     return spec(1, 256, config.D, dtype=dtype), weights
 
 
 def loss(name: str, x, weights):
     layer = LAYERS[name]
-    return jnp.sum(layer.run(x, weights, layer.config, implementation="fused")[0].astype(jnp.float32))
+    return jnp.sum(layer.run(x, weights, CONFIGS[name], implementation="fused")[0].astype(jnp.float32))
 
 
 @pytest.mark.tpu
@@ -67,9 +72,9 @@ def test_compiles(name, chip):
 @pytest.mark.parametrize("name", SERVED)
 def test_a_serving_step_compiles(name, chip):
     (x, weights), layer = shapes(name), LAYERS[name]
-    step = lambda x, weights, pool, at: layer.ragged(x, weights, layer.config, pool, at, implementation="fused")
+    step = lambda x, weights, pool, at: layer.ragged(x, weights, CONFIGS[name], pool, at, implementation="fused")
     at = Step(spec(5, dtype=jnp.int32), spec(4, dtype=jnp.int32), spec(4, dtype=bool), spec(dtype=jnp.int32))
-    pool = jax.eval_shape(lambda: empty_cache(layer.config, 8))
+    pool = jax.eval_shape(lambda: empty_cache(CONFIGS[name], 8))
     assert "tpu_custom_call" in compile_for(step, x, weights, pool, at, chip=chip).as_text()
 
 
