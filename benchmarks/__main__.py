@@ -41,19 +41,8 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 
 TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {
-    "task",
-    "version",
-    "source",
-    "split",
-    "topology",
-    "scan",
-    "collectives",
-    "mixture",
-    "program",
-    "traced",
-    "file",
-}
+TEXT |= {"task", "version", "source", "split", "topology", "scan", "collectives", "mixture", "program"}
+TEXT |= {"traced", "file"}
 # The fields that identify a row.
 NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip", "sweep", "operator", "form")
 NAMES += ("point", "split", "topology", "scan", "mixture", "task", "program")

@@ -14,11 +14,10 @@ from chunkwise.command.models import Layer
 from chunkwise.fused_gdn import config as gdn_config
 from chunkwise.fused_gla.config import default_for
 from chunkwise.kda import config as kda_config
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels.chunk_spans import Piece, Span, make_spans
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.packed import packing
-from chunkwise.shared.tuning import largest_divisor
-from chunkwise.shared.tuning import piece_chunks as piece_chunks_of
 
 # From the name of an operation and the kernel's loop to the steps of a block of heads and how many of them run each
 # region, as for `regions.kernel_bundles`; None if every step runs all regions.
@@ -41,7 +40,7 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
         NT = num_chunks(case.T, C)
         config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
         assert config is not None
-        chunks = largest_divisor(NT, config.num_steps)
+        chunks = tuning.largest_divisor(NT, config.num_steps)
     table, block = make_spans(case.T, chunks * C, cu_seqlens, with_states=True).table, chunks * C
     step = np.arange(num_chunks(case.T, block) if table is None else table.shape[1])
     at = lambda n: Span(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
@@ -58,6 +57,13 @@ def has_second_path(case: Layer) -> bool:
     return case.table.delta and (case.table.per_channel or case.table.erase == "key")
 
 
+def config_of(case: Layer, C: int) -> kda_config.Config | gdn_config.Config:
+    """Return the tile sizes of a delta rule."""
+    if not has_second_path(case):
+        return gdn_config.default_for(case.H, case.HV, C, case.K, case.V)
+    return kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
+
+
 def second_path(case: Layer, C: int, chunks: int = 1) -> tuple[int, ...]:
     """Return how many steps of a forward run the regions that make up for strong gates, of which none is strong here.
 
@@ -65,17 +71,13 @@ def second_path(case: Layer, C: int, chunks: int = 1) -> tuple[int, ...]:
     """
     if not has_second_path(case):
         return ()
-    config = kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
+    config = config_of(case, C)
     return (0,) * (1 + chunks * config.heads // packing(C, config.heads, config.heads_bwd))
 
 
 def piece_chunks(case: Layer, T: int, sequences: int, C: int) -> tuple[int, int]:
     """Return the chunks of a piece of a delta rule's forward, and the stages of its kernel."""
-    if has_second_path(case):
-        config = kda_config.default_for(case.H, case.HV, C, case.K, case.V, 2, gates=2 * (case.table.erase == "gate"))
-    else:
-        config = gdn_config.default_for(case.H, case.HV, C, case.K, case.V)
-    chunks = piece_chunks_of(T // C, sequences, config.chunks)
+    chunks = tuning.piece_chunks(T // C, sequences, config_of(case, C).chunks)
     return chunks, 3 if chunks > 1 and not has_second_path(case) else 2
 
 

@@ -100,11 +100,15 @@ _ENTRIES = "A_inv", "h", "A_inv_out", "start", "end", "k_prev", "q_prev", "score
 
 def _turns_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Do what `_fwd_kernel` does for every chunk of a grid step in turn; each prev is a grid step behind its cur."""
-    if refs.ht is not None:
-        # The block of the output stays in fast memory until the next row begins.
-        refs = refs._replace(state=refs.ht)
-    cur, prev = (chunk_loop.chunks_of(span, static) for span in chunk_loop.current_spans(None, 2, static))
-    for chunk, chunk_prev in zip(cur, prev, strict=True):
+    body = functools.partial(_grid_steps, static=static, s=s)
+    chunk_loop.run_forward_chunks(refs, body, static, stages=2, transposed=False)
+
+
+def _grid_steps(
+    refs: GdnFwdRefs, of_stages: list[list[chunk_loop.StageChunk]], static: FusedStatic, s: tile.Heads
+) -> None:
+    """Run both stages on their chunks, as `_grid_step` on those of one."""
+    for chunk, chunk_prev in zip(*of_stages, strict=True):
         places = dict.fromkeys(_TOKENS, chunk.rows(s.C)) | dict.fromkeys(_ENTRIES, chunk.index)
         own = {name: getattr(refs, name).at[at] for name, at in places.items() if getattr(refs, name) is not None}
         _grid_step(refs._replace(**own), chunk, chunk_prev, static, s)

@@ -80,7 +80,7 @@ class GdnChunksRefs(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return x.owner is None and (static.chunks if static.varlen else chunk_loop.most_chunks(static)) > 1
+    return x.owner is None and static.in_long_spans().chunks > 1
 
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
@@ -277,7 +277,7 @@ def _store(refs: GdnChunksRefs, values: dict[str, Any], at: Any = ...) -> None:
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
     B, HV, NT, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
-    static = static if static.varlen else static.in_spans_of(chunk_loop.most_chunks(static))
+    static = static.in_long_spans()
     chunks = static.chunks
     slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}

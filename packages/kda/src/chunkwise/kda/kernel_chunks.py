@@ -21,14 +21,12 @@ from chunkwise.shared.kernels import chunk_loop, inverse, schedule
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
-    chunks = static.chunks if static.varlen else chunk_loop.most_chunks(static)
-    return x.owner is None and x.A_inv is None and chunks > 1
+    return x.owner is None and x.A_inv is None and static.in_long_spans().chunks > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
-    static = static if static.varlen else static.in_spans_of(chunk_loop.most_chunks(static))
-    return kernel.plan(x, static, outputs, operator, _kernel)
+    return kernel.plan(x, static.in_long_spans(), outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:

@@ -112,11 +112,6 @@ def load_each(ref, chunks: list[StageChunk]) -> jax.Array:
     return jnp.concatenate([x if filled is None else jnp.where(filled, x, jnp.zeros_like(x)) for x, filled in entries])
 
 
-def most_chunks(static: FusedStatic) -> int:
-    """Return the chunks of a span of a forward: a quarter of a row at most, as its stages fill and empty once a row."""
-    return min(static.config.chunks, static.spans // 4)
-
-
 def even_chunks(static: FusedStatic, most: int) -> int:
     """Return the chunks of a span of a backward, `most` or less: about as many in the last one as in the others."""
     return -(-static.spans // -(-static.spans // most))

@@ -123,6 +123,13 @@ class FusedStatic:
         """Return the description of a launch whose spans have so many chunks, where those of this one have one."""
         return dataclasses.replace(self, chunks=chunks, spans=-(-self.spans // chunks))
 
+    def in_long_spans(self) -> Self:
+        """Return the description of a forward whose spans may have several chunks, as pieces have already.
+
+        A span of a row is a quarter of it at most, because the stages of a kernel fill and empty once a row.
+        """
+        return self if self.varlen else self.in_spans_of(max(1, min(self.config.chunks, self.spans // 4)))
+
     def in_pieces_of(self, chunks: int) -> Self:
         """Return the description of a launch over pieces of so many chunks, where those of this one have one."""
         spans = -(-self.T // (chunks * self.C)) + self.N
