@@ -81,9 +81,9 @@ def main(o: Options, result: Path) -> None:
     calls = collections.Counter()
     count_calls(maxtext, "chunk_gated_delta_rule", calls)
     if o.ours == "layer":
-        from chunkwise.integrations import maxtext_layer
+        from chunkwise.integrations.maxtext import layer
 
-        count_calls(maxtext_layer, "gated_delta_net", calls)
+        count_calls(layer, "gated_delta_net", calls)
     if o.ours:
         maxtext.install(documents=o.ours == "layer")
 

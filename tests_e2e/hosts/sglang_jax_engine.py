@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkwise.integrations import sglang_jax, sglang_operators
+from chunkwise.integrations import sglang_jax
+from chunkwise.integrations.sglang_jax import operators
 from tests_e2e.hosts.host import count_calls
 
 
@@ -180,7 +181,7 @@ def main(o: Options, result: Path) -> None:
     mend_for_cpus()
     calls = collections.Counter()
     for name in ("ragged_gated_delta_rule", "ragged_kda"):
-        count_calls(sglang_operators, name, calls, lambda step: ", decode" if step["num_decodes"] else ", prefill")
+        count_calls(operators, name, calls, lambda step: ", decode" if step["num_decodes"] else ", prefill")
     if o.ours:
         sglang_jax.install()
     from sgl_jax.srt.entrypoints import engine as entry

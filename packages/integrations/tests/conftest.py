@@ -23,5 +23,5 @@ def replaced(request, monkeypatch):
             sys.modules[path].GDNAttnBackend = backend
     yield module, theirs
     # It has the stand-ins in it.
-    if sys.modules.pop("chunkwise.integrations.sglang_backends", None):
-        del integrations.sglang_backends
+    if sys.modules.pop("chunkwise.integrations.sglang_jax.backends", None):
+        del integrations.sglang_jax.backends

@@ -26,14 +26,14 @@ def install() -> PutBack:
     import keras
     from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as layer
 
-    from chunkwise.integrations import keras_hub_prompts
+    from chunkwise.integrations.keras_hub import prompts
 
     backend = keras.backend.backend()
     checks.check(backend == "jax", f'The backend of Keras must be "jax", by KERAS_BACKEND=jax; got "{backend}".')
     return replace(
         Place(layer, "_chunk_gated_delta_rule", chunk_gated_delta_rule),
         Place(layer, "_recurrent_gated_delta_rule", recurrent_gated_delta_rule),
-        *keras_hub_prompts.PLACES,
+        *prompts.PLACES,
     )
 
 

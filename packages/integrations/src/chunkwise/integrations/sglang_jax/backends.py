@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from sgl_jax.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sgl_jax.srt.layers.attention.linear.lightning_backend import LightningAttnBackend
 
-from chunkwise.integrations.sglang_operators import kda, lightning
+from chunkwise.integrations.sglang_jax.operators import kda, lightning
 
 # The specs of tokens [T, H, ...] and of the pool [slots, H, K, V]; of weights [H, ...]; and of numbers of requests.
 _HEADS, _WEIGHTS, _REQUESTS = PartitionSpec("data", "tensor"), PartitionSpec("tensor"), PartitionSpec("data")

@@ -4,8 +4,13 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from chunkwise.integrations.fused_conv1d import Updated, fused_conv1d_gdn, fused_conv1d_kda, fused_conv1d_mamba2
 from chunkwise.integrations.replacing import Place, PutBack, replace
+from chunkwise.integrations.tpu_inference.fused_conv1d import (
+    Updated,
+    fused_conv1d_gdn,
+    fused_conv1d_kda,
+    fused_conv1d_mamba2,
+)
 
 __all__ = [
     "ChunkwiseLinearAttention",

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.integrations.maxtext_weights import load_qwen3_next, save_qwen3_next
+from chunkwise.integrations.maxtext.weights import load_qwen3_next, save_qwen3_next
 from chunkwise.integrations.replacing import Place, PutBack, replace
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
 
@@ -30,9 +30,9 @@ def install(documents: bool = False) -> PutBack:
         Place(qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
     ]
     if documents:
-        from chunkwise.integrations import maxtext_layer
+        from chunkwise.integrations.maxtext import layer
 
-        places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", maxtext_layer.over_documents))
+        places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", layer.over_documents))
     return replace(*places)
 
 
