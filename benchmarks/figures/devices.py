@@ -3,25 +3,7 @@
 import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Layer
-from benchmarks.figures.tables import (
-    NONE,
-    TITLES,
-    beside,
-    block,
-    count,
-    decimals,
-    fixed,
-    mebibytes,
-    memory,
-    of,
-    only,
-    percent,
-    rows_of,
-    table,
-    values,
-    way,
-    whole,
-)
+from benchmarks.figures import tables
 from chunkwise.command import times
 from chunkwise.shared.chips import CHIPS
 
@@ -33,114 +15,126 @@ LINK_TB_S = 0.1
 
 def divided(*names: str) -> list[dict]:
     """Return the rows of several devices, beside the rows of one device of the same case."""
-    of_both = lambda row, rows: {"divided": row, "alone": only(rows, devices=1, **place(row))}
+    of_both = lambda row, rows: {"divided": row, "alone": tables.only(rows, devices=1, **place(row))}
     place = lambda row: {key: row[key] for key in ("case", "topology", "pass") if key in row}
-    return [of_both(row, rows) for rows in map(rows_of, names) for row in rows if row["devices"] > 1]
+    return [of_both(row, rows) for rows in map(tables.rows_of, names) for row in rows if row["devices"] > 1]
 
 
-@block
+@tables.block
 def scale_v5p() -> str:
     """A million tokens over the devices of a v5p."""
-    mib = lambda row: mebibytes(round(row["memory_mib"]))
+    mib = lambda row: tables.mebibytes(round(row["memory_mib"]))
     columns = {
-        "devices x tokens each": of("divided", lambda row: f"{row['devices']} x {whole(row['tokens_each'])}"),
-        "pass": of("divided", way),
-        "bundles, alone": of("alone", count("bundles")),
-        "divided": of("divided", count("bundles")),
-        "of these, the map": of("divided", count("summary_bundles")),
-        "more": lambda row: percent(row["divided"]["bundles"] / row["alone"]["bundles"] - 1),
+        "devices x tokens each": tables.of(
+            "divided", lambda row: f"{row['devices']} x {tables.whole(row['tokens_each'])}"
+        ),
+        "pass": tables.of("divided", tables.way),
+        "bundles, alone": tables.of("alone", tables.count("bundles")),
+        "divided": tables.of("divided", tables.count("bundles")),
+        "of these, the map": tables.of("divided", tables.count("summary_bundles")),
+        "more": lambda row: tables.percent(row["divided"]["bundles"] / row["alone"]["bundles"] - 1),
         "memory, alone / divided, MiB": lambda row: f"{mib(row['alone'])} / {mib(row['divided'])}",
-        "collectives, MiB sent": of("divided", lambda row: f"{row['collectives']}, {mebibytes(row['sent_mib'])}"),
+        "collectives, MiB sent": tables.of(
+            "divided", lambda row: f"{row['collectives']}, {tables.mebibytes(row['sent_mib'])}"
+        ),
     }
-    return table(divided("scale-v5p", "scale-v5p-backward"), columns)
+    return tables.table(divided("scale-v5p", "scale-v5p-backward"), columns)
 
 
-@block
+@tables.block
 def scale_v6e() -> str:
     """Every launch of a divided forward."""
     columns = {
-        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
-        "devices": of("divided", "devices"),
-        "bundles alone": of("alone", count("bundles")),
-        "the map": of("divided", count("summary_bundles")),
-        "the operator behind it": of("divided", lambda row: whole(row["bundles"] - row["summary_bundles"])),
-        "ms": lambda row: " / ".join(decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")),
-        "more": lambda row: percent(row["divided"]["to_one_device"] - 1),
+        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "devices": tables.of("divided", "devices"),
+        "bundles alone": tables.of("alone", tables.count("bundles")),
+        "the map": tables.of("divided", tables.count("summary_bundles")),
+        "the operator behind it": tables.of(
+            "divided", lambda row: tables.whole(row["bundles"] - row["summary_bundles"])
+        ),
+        "ms": lambda row: " / ".join(tables.decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")),
+        "more": lambda row: tables.percent(row["divided"]["to_one_device"] - 1),
     }
-    return table(divided("scale-v6e"), columns)
+    return tables.table(divided("scale-v6e"), columns)
 
 
-@block
+@tables.block
 def scale_backward() -> str:
     """Both directions of a divided operator."""
     columns = {
-        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
-        "devices": of("divided", "devices"),
-        "bundles, alone / divided": lambda row: " / ".join(whole(row[n]["bundles"]) for n in ("alone", "divided")),
-        "ms, alone / divided": lambda row: " / ".join(decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")),
-        "more": lambda row: percent(row["divided"]["to_one_device"] - 1),
-        "collectives, MiB sent": of("divided", lambda row: f"{row['collectives']}, {mebibytes(row['sent_mib'])}"),
+        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "devices": tables.of("divided", "devices"),
+        "bundles, alone / divided": lambda row: " / ".join(
+            tables.whole(row[n]["bundles"]) for n in ("alone", "divided")
+        ),
+        "ms, alone / divided": lambda row: " / ".join(
+            tables.decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")
+        ),
+        "more": lambda row: tables.percent(row["divided"]["to_one_device"] - 1),
+        "collectives, MiB sent": tables.of(
+            "divided", lambda row: f"{row['collectives']}, {tables.mebibytes(row['sent_mib'])}"
+        ),
     }
-    return table(divided("scale-v6e-backward"), columns)
+    return tables.table(divided("scale-v6e-backward"), columns)
 
 
-@block
+@tables.block
 def ways() -> str:
     """The ways to divide tokens, for a forward on v6e: times of kernels, and of links where they bind."""
-    alone = {CASES[row["case"]].HV: row["estimate_ms"] for row in rows_of("heads-v6e")}
+    alone = {CASES[row["case"]].HV: row["estimate_ms"] for row in tables.rows_of("heads-v6e")}
 
     def wavefront(case: Layer, devices: int, _: str) -> str:
         groups = {case.HV // few: (case.HV // few + devices - 1) * ms for few, ms in alone.items() if few < case.HV}
         best = min(groups, key=lambda n: groups[n])
-        return f"{decimals(groups[best])}, {best} groups"
+        return f"{tables.decimals(groups[best])}, {best} groups"
 
     def heads_for_tokens(case: Layer, devices: int, topology: str) -> str:
         if case.HV // devices not in alone:
-            return NONE
+            return tables.NONE
         moved = case.cost(8192, jnp.bfloat16, False)[1]
         # Of what half of the devices have, one half goes to the other half, over the links in the middle.
         middle = devices // max(map(int, topology.partition(":")[2].split("x")))
         links = devices / 2 * moved / 2 / middle / LINK_TB_S / 1e9
-        sent = mebibytes(round(moved * (devices - 1) / devices / 2**20))
-        return f"{decimals(devices * alone[case.HV // devices])} + {decimals(links)}, {sent}"
+        sent = tables.mebibytes(round(moved * (devices - 1) / devices / 2**20))
+        return f"{tables.decimals(devices * alone[case.HV // devices])} + {tables.decimals(links)}, {sent}"
 
-    at = lambda way: of("divided", lambda row: way(CASES[row["case"]], row["devices"], row["topology"]))
+    at = lambda way: tables.of("divided", lambda row: way(CASES[row["case"]], row["devices"], row["topology"]))
     columns = {
-        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
-        "devices": of("divided", "devices"),
-        "alone, ms": of("alone", fixed("estimate_ms")),
-        "maps, ms, MiB sent": of(
-            "divided", lambda row: f"{decimals(row['estimate_ms'])}, {mebibytes(row['sent_mib'])}"
+        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "devices": tables.of("divided", "devices"),
+        "alone, ms": tables.of("alone", tables.fixed("estimate_ms")),
+        "maps, ms, MiB sent": tables.of(
+            "divided", lambda row: f"{tables.decimals(row['estimate_ms'])}, {tables.mebibytes(row['sent_mib'])}"
         ),
         "a wavefront, ms": at(wavefront),
         "heads for tokens, ms of kernels + links, MiB sent": at(heads_for_tokens),
     }
-    return table(divided("scale-v6e"), columns)
+    return tables.table(divided("scale-v6e"), columns)
 
 
-@block
+@tables.block
 def units() -> str:
     """The work of every unit for a chunk, alone and divided."""
-    rows = {row["launch"]: row for row in rows_of("units-v6e")}
+    rows = {row["launch"]: row for row in tables.rows_of("units-v6e")}
     keys = {"bundles": "bundles", "products": "MATMUL", "pushes": "MATPUSH", "vector unit": "VALU", "loads": "VLOAD"}
     keys |= {"stores": "VSTORE", "grid steps": "grid_steps", "MB moved": "mbytes"}
     alone, mapped, behind = (rows[n] for n in ("the operator alone", "the map", "the operator behind it"))
-    added = {key: percent((mapped[key] + behind[key]) / alone[key] - 1) for key in keys.values()}
-    lines = [{key: whole(row[key]) for key in keys.values()} | {"launch": n} for n, row in rows.items()]
-    return table([*lines, added | {"launch": "added by the map"}], {"launch": "launch"} | keys)
+    added = {key: tables.percent((mapped[key] + behind[key]) / alone[key] - 1) for key in keys.values()}
+    lines = [{key: tables.whole(row[key]) for key in keys.values()} | {"launch": n} for n, row in rows.items()]
+    return tables.table([*lines, added | {"launch": "added by the map"}], {"launch": "launch"} | keys)
 
 
-@block
+@tables.block
 def fills() -> str:
     """The shares of the slots of two units that a forward fills, and those that a goal needs."""
-    rows = {row["launch"]: row for row in rows_of("units-v6e")}
+    rows = {row["launch"]: row for row in tables.rows_of("units-v6e")}
     alone, both = [rows["the operator alone"]], [rows["the map"], rows["the operator behind it"]]
     total = lambda rows, key: sum(row[key] for row in rows)
     slots = {"MATMUL": 2, "VALU": 4}
     filled = lambda rows, bundles=None: [
-        percent(total(rows, key) / n / (bundles or total(rows, "bundles"))) for key, n in slots.items()
+        tables.percent(total(rows, key) / n / (bundles or total(rows, "bundles"))) for key, n in slots.items()
     ]
-    more = [percent(total(both, key) / total(alone, key) - 1) for key in ("MATMUL", "bundles")]
+    more = [tables.percent(total(both, key) / total(alone, key) - 1) for key in ("MATMUL", "bundles")]
     (four,) = [x for x in divided("scale-v6e") if x["divided"]["devices"] == 4 and CASES[x["divided"]["case"]].HV == 32]
     # What the formula of times takes besides bundles stays.
     saved = four["divided"]["estimate_ms"] - (1 + GOAL) * four["alone"]["estimate_ms"]
@@ -150,47 +144,53 @@ def fills() -> str:
         f"The operator alone fills {text.format(*filled(alone))},\n"
         f"the map and the operator behind it {text.format(*filled(both))}.\n"
         f"So {more[0]} more products take {more[1]} more bundles. "
-        f"For {percent(GOAL)} more time on 4 devices these two would have to fill\n"
+        f"For {tables.percent(GOAL)} more time on 4 devices these two would have to fill\n"
         f"{text.format(*filled(both, allowed * total(both, 'bundles')))}."
     )
 
 
-@block
+@tables.block
 def scale_added() -> str:
     """The cost that dividing tokens over 4 devices adds to the other operators."""
     columns = {
-        "operator": of("divided", lambda row: TITLES[CASES[row["case"]].operator]),
-        "value heads": of("divided", lambda row: str(CASES[row["case"]].HV)),
-        "pass": of("divided", way),
-        "bundles, alone / divided": beside(("alone", "divided"), count("bundles")),
-        "ms, alone / divided": beside(("alone", "divided"), fixed("estimate_ms")),
-        "more": lambda row: percent(row["divided"]["to_one_device"] - 1),
-        "MiB sent": of("divided", memory("sent_mib")),
+        "operator": tables.of("divided", lambda row: tables.TITLES[CASES[row["case"]].operator]),
+        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "pass": tables.of("divided", tables.way),
+        "bundles, alone / divided": tables.beside(("alone", "divided"), tables.count("bundles")),
+        "ms, alone / divided": tables.beside(("alone", "divided"), tables.fixed("estimate_ms")),
+        "more": lambda row: tables.percent(row["divided"]["to_one_device"] - 1),
+        "MiB sent": tables.of("divided", tables.memory("sent_mib")),
     }
-    return table(divided("scale-v6e-others"), columns)
+    return tables.table(divided("scale-v6e-others"), columns)
 
 
-@block
+@tables.block
 def scans() -> str:
     """The ways to bring states to devices."""
-    rows = rows_of("scan-v5p")
-    attention = {row["devices"]: row for row in rows_of("scale-v5p") if row["devices"] > 1}
+    rows = tables.rows_of("scan-v5p")
+    attention = {row["devices"]: row for row in tables.rows_of("scale-v5p") if row["devices"] > 1}
 
     def cell(scan):
-        found = lambda row: only(rows, **row, scan=scan)
-        return lambda row: f"{mebibytes(found(row)['sent_mib'])} / {mebibytes(found(row)['temporaries_mib'])}"
+        found = lambda row: tables.only(rows, **row, scan=scan)
+        return lambda row: (
+            f"{tables.mebibytes(found(row)['sent_mib'])} / {tables.mebibytes(found(row)['temporaries_mib'])}"
+        )
 
     def ring(row):
         found = attention.get(row["devices"])
-        return " / ".join(whole(found[f"ring_attention_{heads}_mib"]) for heads in (32, 2)) if found else NONE
+        return (
+            " / ".join(tables.whole(found[f"ring_attention_{heads}_mib"]) for heads in (32, 2))
+            if found
+            else tables.NONE
+        )
 
     columns = {"devices": "devices"}
     columns |= {f"`{scan}`": cell(scan) for scan in ("all_gather", "all_to_all", "doubling", "ring")}
-    lines = [{"devices": devices} for devices in values(rows, "devices")]
-    return table(lines, columns | {"ring attention, 32 / 2 heads: sent": ring})
+    lines = [{"devices": devices} for devices in tables.values(rows, "devices")]
+    return tables.table(lines, columns | {"ring attention, 32 / 2 heads: sent": ring})
 
 
-@block
+@tables.block
 def split_flops() -> str:
     """The flops that dividing tokens adds to the products of plain JAX."""
     columns = {'`"xla"`, million flops': lambda row: f"`chunk_{row['operator']}`"}
@@ -198,7 +198,7 @@ def split_flops() -> str:
         ("forward", "forward_mflop", "forward_divided_mflop"),
         ("both directions", "mflop", "divided_mflop"),
     ):
-        both = lambda row, a=alone, d=divided: f"{whole(row[a])} / {whole(row[d])}"
-        more = lambda row, a=alone, d=divided: percent(row[d] / row[a] - 1)
+        both = lambda row, a=alone, d=divided: f"{tables.whole(row[a])} / {tables.whole(row[d])}"
+        more = lambda row, a=alone, d=divided: tables.percent(row[d] / row[a] - 1)
         columns |= {f"{name} alone / divided": both, f"{name}, more": more}
-    return table(rows_of("split-flops"), columns)
+    return tables.table(tables.rows_of("split-flops"), columns)

@@ -3,25 +3,12 @@
 import json
 
 from benchmarks import calibrate
-from benchmarks.figures.tables import (
-    COUNTS,
-    ROOT,
-    block,
-    count,
-    decimals,
-    fixed,
-    percent,
-    rows_of,
-    select,
-    table,
-    way,
-    whole,
-)
+from benchmarks.figures import tables
 from chunkwise.command import report, times
 from chunkwise.shared.chips import CHIPS
 
 
-@block
+@tables.block
 def report_fields() -> str:
     """The fields of a report, out of its schema."""
     lines = []
@@ -37,60 +24,64 @@ def report_fields() -> str:
                 walk(inner, f"{prefix}{name}{'[]' if 'items' in value else ''}.")
 
     walk(report.read_schema(), "")
-    return table(lines, {name: name for name in lines[0]})
+    return tables.table(lines, {name: name for name in lines[0]})
 
 
-@block
+@tables.block
 def hardware_reports() -> str:
     """The reports in docs/data/hardware."""
-    found = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "docs/data/hardware").glob("*.json"))}
+    found = {
+        path.name: json.loads(path.read_text()) for path in sorted((tables.ROOT / "docs/data/hardware").glob("*.json"))
+    }
     columns = {
         "file": lambda row: f"[{row['name']}](data/hardware/{row['name']})",
         "device": lambda row: row["device"]["kind"],
         "JAX": lambda row: row["versions"]["jax"],
         "chunkwise": lambda row: row["versions"]["chunkwise"],
         "layers": lambda row: "smaller" if row["small"] else "the models'",
-        "failed": lambda row: whole(sum(not x["passed"] for x in row["check"] + row["times"])),
+        "failed": lambda row: tables.whole(sum(not x["passed"] for x in row["check"] + row["times"])),
     }
     if not found:
         return "There is none yet: nobody has sent a report of a TPU or a GPU."
-    return table([row | {"name": name} for name, row in found.items()], columns)
+    return tables.table([row | {"name": name} for name, row in found.items()], columns)
 
 
 def points() -> tuple[list[dict], list[dict]]:
     """Return the points of the fit, and the other points."""
-    return calibrate.usable(rows_of("calibrate"))
+    return calibrate.usable(tables.rows_of("calibrate"))
 
 
-@block
+@tables.block
 def calibration() -> str:
     """How sure a time is."""
     low, high = times.WORST
     return (
         f"The times are those of the device, by a formula that was fitted to {len(points()[0])} times that other\n"
-        f"libraries publish of their kernels on a v6e and a TPU7x. There it is wrong by {percent(times.SPREAD)} on "
-        f"average, and\npredicts {decimals(low)} to {decimals(high)} of the time."
+        f"libraries publish of their kernels on a v6e and a TPU7x. There it is wrong by "
+        f"{tables.percent(times.SPREAD)} on average, and\npredicts "
+        f"{tables.decimals(low)} to {tables.decimals(high)} of the time."
     )
 
 
-@block
+@tables.block
 def calibration_fit() -> str:
     """The formula, and how far it is from the points."""
     inside, _ = points()
     apart = []
     for name, ratios in calibrate.ratios_without(inside).items():
-        spread = " to ".join(dict.fromkeys(decimals(x) for x in (min(ratios), max(ratios))))
+        spread = " to ".join(dict.fromkeys(tables.decimals(x) for x in (min(ratios), max(ratios))))
         apart.append(f"{spread} of the times of {name}")
     low, high = times.WORST
     return (
         f"**time = {times.CALL_MS:.2f} ms for a blocking call + {times.FACTOR} x (bundles + cycles of the operations) "
-        f"/ clock + {times.STEP_US} us x grid steps.**\nPredicted times are {decimals(low)} to {decimals(high)} of the "
-        f"{len(inside)} published ones, and the root of the mean square error is {100 * times.SPREAD:.1f} %.\n"
+        f"/ clock + {times.STEP_US} us x grid steps.**\n"
+        f"Predicted times are {tables.decimals(low)} to {tables.decimals(high)} of the {len(inside)} published ones, "
+        f"and the root of the mean square error is {100 * times.SPREAD:.1f} %.\n"
         f"A fit without the rows of a library predicts {' and '.join(apart)}."
     )
 
 
-@block
+@tables.block
 def calibration_rows() -> str:
     """Published times of peers beside the formula."""
 
@@ -103,23 +94,23 @@ def calibration_rows() -> str:
     columns = {
         "kernels, heads, tokens": lambda row: f"{calibrate.library(row)}, {row['case']}",
         "chip": "chip",
-        "pass": way,
-        **{name: count(key) for name, key in COUNTS.items()},
-        "published, ms": fixed("published_ms"),
-        "formula, ms": lambda row: decimals(ms(row)),
+        "pass": tables.way,
+        **{name: tables.count(key) for name, key in tables.COUNTS.items()},
+        "published, ms": tables.fixed("published_ms"),
+        "formula, ms": lambda row: tables.decimals(ms(row)),
         "formula / published": lambda row: (
-            f"{decimals(ms(row) / row['published_ms'])}{'' if row['fitted'] else ', not in the fit'}"
+            f"{tables.decimals(ms(row) / row['published_ms'])}{'' if row['fitted'] else ', not in the fit'}"
         ),
     }
     inside, outside = points()
-    return table([*inside, *outside], columns)
+    return tables.table([*inside, *outside], columns)
 
 
-@block
+@tables.block
 def hosts_serving() -> str:
     """The answers of whole serving engines with chunkwise, beside the answers with their linear attention."""
-    same = lambda what: lambda row: f"{whole(row['same_' + what])} of {whole(row[what])}"
-    seconds = lambda who: lambda row: decimals(row["seconds"][who], 1)
+    same = lambda what: lambda row: f"{tables.whole(row['same_' + what])} of {tables.whole(row[what])}"
+    seconds = lambda who: lambda row: tables.decimals(row["seconds"][who], 1)
     columns = {
         "host": lambda row: f"{row['host']} {row['version']}",
         "model": "run",
@@ -129,13 +120,13 @@ def hosts_serving() -> str:
         "theirs, s": seconds("theirs"),
         "ours, s": seconds("ours"),
     }
-    return table((row for row in rows_of("hosts") if "requests" in row), columns)
+    return tables.table((row for row in tables.rows_of("hosts") if "requests" in row), columns)
 
 
-@block
+@tables.block
 def hosts_training() -> str:
     """The losses of whole trainers with chunkwise, beside the losses with their linear attention."""
-    loss = lambda who, step: lambda row: decimals(row["losses"][who][step], 4)
+    loss = lambda who, step: lambda row: tables.decimals(row["losses"][who][step], 4)
     columns = {
         "host": lambda row: f"{row['host']} {row['version'].partition('.dev')[0]}",
         "model": "run",
@@ -146,18 +137,18 @@ def hosts_training() -> str:
         "difference": lambda row: f"{row['difference']:.0e}",
         "of a unit": lambda row: f"{row['rounding']:.0e}" if "rounding" in row else "-",
         "a step, theirs / ours, s": lambda row: " / ".join(
-            decimals(row["seconds"][who], 1) for who in ("theirs", "ours")
+            tables.decimals(row["seconds"][who], 1) for who in ("theirs", "ours")
         ),
     }
-    return table((row for row in rows_of("hosts") if "losses" in row), columns)
+    return tables.table((row for row in tables.rows_of("hosts") if "losses" in row), columns)
 
 
-@block
+@tables.block
 def hosts_bfloat16() -> str:
     """The tokens of both engines in bfloat16 that are the tokens of the host in float32."""
-    rows = [row for row in rows_of("hosts") if "from float32" in row]
+    rows = [row for row in tables.rows_of("hosts") if "from float32" in row]
     names = " and ".join(row["run"].partition(",")[0] for row in rows)
-    counts = lambda who: " and ".join(whole(row["from float32"][who]["same_tokens"]) for row in rows)
+    counts = lambda who: " and ".join(tables.whole(row["from float32"][who]["same_tokens"]) for row in rows)
     return (
         "In bfloat16 both engines choose other tokens than in float32. Of the tokens of the host in float32 its engine "
         f"in bfloat16 has\n{counts('theirs')} with {names}, and chunkwise in it {counts('ours')}, "
@@ -165,32 +156,32 @@ def hosts_bfloat16() -> str:
     )
 
 
-@block
+@tables.block
 def host_functions() -> str:
     """The errors, times and temporaries of functions of hosts, and of ours in their place."""
     forms = {"error": "{:.1e}", "ms": "{:,.0f} ms", "mib": "{:,.3g} MiB"}
     cell = lambda who: lambda row: ", ".join(forms[key].format(value) for key, value in row[who].items())
     columns = {"host": "host", "what": "what", "theirs": cell("theirs"), "ours": cell("ours")}
-    return table(rows_of("host-functions"), columns)
+    return tables.table(tables.rows_of("host-functions"), columns)
 
 
-@block
+@tables.block
 def jla() -> str:
     """The launches of operators by the kernels of jax-linear-attention, as compiled for an H100."""
     columns = {
         "operator": lambda row: f"`chunk_{row['operator']}`",
-        "forward": count("launches"),
-        "forward and backward": count("launches_with_backward"),
+        "forward": tables.count("launches"),
+        "forward and backward": tables.count("launches_with_backward"),
     }
-    return table((row for row in rows_of("hosts") if "launches" in row), columns)
+    return tables.table((row for row in tables.rows_of("hosts") if "launches" in row), columns)
 
 
-@block
+@tables.block
 def hosts_bundles() -> str:
     """The bundles of a decode of tpu-inference's kernel, and of ours."""
-    rows = [row for row in rows_of("hosts") if "bundles" in row]
+    rows = [row for row in tables.rows_of("hosts") if "bundles" in row]
     (jax,) = {row["jax"] for row in rows}
-    counts = lambda who: " and ".join(whole(row["bundles"][who]) for row in rows)
+    counts = lambda who: " and ".join(tables.whole(row["bundles"][who]) for row in rows)
     names = " and ".join(row["run"].removeprefix("a decode, ").removesuffix(" heads, v6e") for row in rows)
     return (
         f"One compiler (JAX {jax}, for v6e) gives its kernel {counts('theirs')} bundles a sequence with {names} "
@@ -199,12 +190,12 @@ def hosts_bundles() -> str:
     )
 
 
-@block
+@tables.block
 def suites() -> str:
     """How many tests of other projects pass with our functions in place of theirs."""
     columns = {
         "project": lambda row: f"{row['host']} {row['version']}",
-        "pass": lambda row: f"{whole(row['passed'])} of {whole(row['tests'])}",
+        "pass": lambda row: f"{tables.whole(row['passed'])} of {tables.whole(row['tests'])}",
         "what runs": "what",
     }
-    return table([*select(rows_of("hosts"), run="its tests"), *rows_of("suites")], columns)
+    return tables.table([*tables.select(tables.rows_of("hosts"), run="its tests"), *tables.rows_of("suites")], columns)

@@ -4,7 +4,7 @@ import math
 
 from benchmarks import decode_mixer
 from benchmarks import step as steps
-from benchmarks.figures.tables import NONE, TITLES, block, decimals, only, rows_of, select, table, values, whole
+from benchmarks.figures import tables
 from chunkwise.command import models
 from chunkwise.shared.chips import CHIPS
 
@@ -24,40 +24,40 @@ MIXTURES = {
 
 def step_rows(chip: str) -> list[dict]:
     """Return the rows of serving steps on a chip, decodes alone and those with prefills."""
-    return [*rows_of(f"step-{chip}"), *select(rows_of("step-prefills"), chip=chip)]
+    return [*tables.rows_of(f"step-{chip}"), *tables.select(tables.rows_of("step-prefills"), chip=chip)]
 
 
 def heads(layer: models.Layer) -> str:
     """Return an operator with its key and value heads."""
-    return f"{TITLES[layer.operator]}, {layer.H} / {layer.HV}"
+    return f"{tables.TITLES[layer.operator]}, {layer.H} / {layer.HV}"
 
 
 def against_floor(row: dict, floor: float) -> str:
     """Return cycles, their ratio to the least that the bytes take, and a time."""
-    return f"{whole(row['cycles'])}; {decimals(floor)}; {decimals(row['estimate_ms'], 3)}"
+    return f"{tables.whole(row['cycles'])}; {tables.decimals(floor)}; {tables.decimals(row['estimate_ms'], 3)}"
 
 
-@block
+@tables.block
 def step() -> str:
     """Serving steps of Qwen3-Next's layer."""
 
     def cell(chip):
         def text(name):
-            row = only(step_rows(chip), case="qwen3-next-80b", mixture=name["mixture"])
+            row = tables.only(step_rows(chip), case="qwen3-next-80b", mixture=name["mixture"])
             if row.get("cycles"):
                 return against_floor(row, row["to_floor"])
-            return f"kernels {whole(sum(row[key] or 0 for key in ('decode_bundles', 'prefill_bundles')))}"
+            return f"kernels {tables.whole(sum(row[key] or 0 for key in ('decode_bundles', 'prefill_bundles')))}"
 
         return text
 
     columns = {"cycles; times the floor; ms": lambda row: MIXTURES[row["mixture"]]}
-    return table([{"mixture": x} for x in MIXTURES], columns | {chip: cell(chip) for chip in CHIPS})
+    return tables.table([{"mixture": x} for x in MIXTURES], columns | {chip: cell(chip) for chip in CHIPS})
 
 
-@block
+@tables.block
 def step_of_a_device() -> str:
     """Serving steps of an operator at the heads that one of 8 devices has."""
-    rows = rows_of("step-v6e-tp8")
+    rows = tables.rows_of("step-v6e-tp8")
     titles = {
         "decode-64": "64 decodes",
         "decode-64-bfloat16": "64 decodes, bfloat16",
@@ -65,21 +65,21 @@ def step_of_a_device() -> str:
     }
 
     def cell(mixture):
-        found = lambda row: only(rows, case=row["case"], mixture=mixture)
+        found = lambda row: tables.only(rows, case=row["case"], mixture=mixture)
         return lambda row: against_floor(found(row), found(row)["to_floor"])
 
     columns = {"v6e, key and value heads": lambda row: heads(models.MODELS[row["case"]])}
     columns |= {name: cell(mixture) for mixture, name in titles.items()}
-    return table([{"case": case} for case in values(rows, "case")], columns)
+    return tables.table([{"case": case} for case in tables.values(rows, "case")], columns)
 
 
-@block
+@tables.block
 def decodes() -> str:
     """The whole mixer of 64 decodes, at the heads that one of several devices has."""
-    rows = rows_of("decodes")
+    rows = tables.rows_of("decodes")
     lines = [
         {"case": case, "mixture": mixture}
-        for case in values(rows, "case")
+        for case in tables.values(rows, "case")
         for mixture in decode_mixer.mixtures(case)
         if not steps.MIXTURES[mixture].prefills
     ]
@@ -91,83 +91,87 @@ def decodes() -> str:
 
     def cell(chip):
         def text(row):
-            found = [x for x in select(rows, **row, chip=chip) if x.get("cycles")]
-            return next((against_floor(x, x["cycles"] / x["decode_floor"]) for x in found), NONE)
+            found = [x for x in tables.select(rows, **row, chip=chip) if x.get("cycles")]
+            return next((against_floor(x, x["cycles"] / x["decode_floor"]) for x in found), tables.NONE)
 
         return text
 
     columns = {"operator, key and value heads": lambda row: heads(decode_mixer.MIXERS[row["case"]]), "states": states}
-    return table(lines, columns | {chip: cell(chip) for chip in CHIPS})
+    return tables.table(lines, columns | {chip: cell(chip) for chip in CHIPS})
 
 
-@block
+@tables.block
 def decodes_layout() -> str:
     """What a layout of pools costs a step of decodes."""
-    rows = select(rows_of("decodes"), case="qwen3-next-80b-tp8", chip="v6e")
-    plain, ring = (only(rows, mixture=name) for name in ("decode-64-bfloat16", "decode-64-bfloat16-ring"))
-    layouts = lambda row: f"{whole(row['around_cycles'])} and {whole(row['around_in_default_layout'])}"
+    rows = tables.select(tables.rows_of("decodes"), case="qwen3-next-80b-tp8", chip="v6e")
+    plain, ring = (tables.only(rows, mixture=name) for name in ("decode-64-bfloat16", "decode-64-bfloat16-ring"))
+    layouts = lambda row: f"{tables.whole(row['around_cycles'])} and {tables.whole(row['around_in_default_layout'])}"
     return (
-        f"For 64 decodes over {whole(steps.SLOTS)} slots, with 2 key and 4 value heads and bfloat16 states, the\n"
-        f"compiler for v6e expects all operations around the launch to take {layouts(plain)} cycles in rows and in\n"
-        f"the default layout; with a ring of 16 tokens {layouts(ring)}. The copies grow with the number of slots."
+        f"For 64 decodes over {tables.whole(steps.SLOTS)} slots, with 2 key and 4 value heads and bfloat16 states, "
+        f"the\ncompiler for v6e expects all operations around the launch to take {layouts(plain)} cycles in rows and "
+        f"in\nthe default layout; with a ring of 16 tokens {layouts(ring)}. The copies grow with the number of slots."
     )
 
 
-@block
+@tables.block
 def decodes_mixed() -> str:
     """The operations around the kernels of a step of decodes and prefills."""
-    counts, rows = [], select(rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e")
+    counts, rows = [], tables.select(tables.rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e")
     for case, layer in decode_mixer.MIXERS.items():
-        row = only(rows, case=case)
-        counts.append(f"{whole(row['around_cycles'])} for {TITLES[layer.operator]} {layer.H} / {layer.HV}")
+        row = tables.only(rows, case=case)
+        counts.append(
+            f"{tables.whole(row['around_cycles'])} for {tables.TITLES[layer.operator]} {layer.H} / {layer.HV}"
+        )
     return (
         "In a step of 32 decodes and 2 prefills of 512 the compiler for v6e expects these cycles of all operations\n"
         f"around the kernels of a whole mixer, by key and value heads:\n{', '.join(counts)}."
     )
 
 
-@block
+@tables.block
 def pools() -> str:
     """The bytes of a decode over every pool, its cycles on a v6e, and the loss of a model, where they are known."""
-    layer, rows = models.MODELS["qwen3-next-80b"], select(step_rows("v6e"), case="qwen3-next-80b")
-    bits = {row["pool"]: row for row in rows_of("pool-bits")}
+    layer, rows = models.MODELS["qwen3-next-80b"], tables.select(step_rows("v6e"), case="qwen3-next-80b")
+    bits = {row["pool"]: row for row in tables.rows_of("pool-bits")}
     mixture = lambda row: models.Mixture(64, pool=row["dtype"], replay=row["replay"])
 
     def cycles(row):
         known = next((name for name, x in steps.MIXTURES.items() if x == mixture(row)), None)
-        return next((whole(x["cycles"]) for x in select(rows, mixture=known) if x.get("cycles")), NONE)
+        return next(
+            (tables.whole(x["cycles"]) for x in tables.select(rows, mixture=known) if x.get("cycles")), tables.NONE
+        )
 
     def more(row):
         found = bits.get("{dtype}, ring of {replay}".format(**row) if row["replay"] else row["dtype"])
-        return decimals(100 * found["over_float32"], 4) if found else NONE
+        return tables.decimals(100 * found["over_float32"], 4) if found else tables.NONE
 
     columns = {
         "states": "dtype",
         "ring": lambda row: f"{row['replay']} tokens" if row["replay"] else "none",
-        "KiB a token and value head": lambda row: decimals(
+        "KiB a token and value head": lambda row: tables.decimals(
             models.moved_bytes(layer, mixture(row))[0] / 64 / layer.HV / 2**10, 1
         ),
         "cycles of 64 decodes, v6e": cycles,
         "% more bits per byte": more,
     }
     types = ("float32", "bfloat16", "int8")
-    return table([{"dtype": dtype, "replay": L} for dtype in types for L in (0, 8, 16, 32)], columns)
+    return tables.table([{"dtype": dtype, "replay": L} for dtype in types for L in (0, 8, 16, 32)], columns)
 
 
-@block
+@tables.block
 def pool_bits() -> str:
     """The bits per byte of a model over a float32 pool, and how far the other pools are from it."""
-    rows = rows_of("pool-bits")
+    rows = tables.rows_of("pool-bits")
     # In thousandths of a percent, rounded up.
     most = math.ceil(1e5 * max(abs(row["over_float32"]) for row in rows)) / 1000
-    bits = only(rows, pool="float32")["bits_per_byte"]
+    bits = tables.only(rows, pool="float32")["bits_per_byte"]
     return (
-        f"With a float32 pool the model needs {decimals(bits, 3)} bits for a byte, and every other pool is within "
-        f"{decimals(most, 3)} % of this,\nso choose by bytes and slots."
+        f"With a float32 pool the model needs {tables.decimals(bits, 3)} bits for a byte, and every other pool is "
+        f"within {tables.decimals(most, 3)} % of this,\nso choose by bytes and slots."
     )
 
 
-@block
+@tables.block
 def pool_steps() -> str:
     """Decodes over arrays and over rings of 16 tokens."""
     rows = step_rows("v6e")
@@ -181,8 +185,8 @@ def pool_steps() -> str:
 
     def cell(end):
         def text(row):
-            found = select(rows, case=row["place"][0], mixture=row["place"][1] + end)
-            return next((whole(x["cycles"]) for x in found), NONE)
+            found = tables.select(rows, case=row["place"][0], mixture=row["place"][1] + end)
+            return next((tables.whole(x["cycles"]) for x in found), tables.NONE)
 
         return text
 
@@ -191,44 +195,46 @@ def pool_steps() -> str:
         "no ring": cell(""),
         "ring of 16": cell("-ring"),
     }
-    return table([{"place": place} for place in titles], columns)
+    return tables.table([{"place": place} for place in titles], columns)
 
 
-@block
+@tables.block
 def pool_errors() -> str:
     """Errors of decodes over every pool, and over formats that are simulated, by the strength of gates and the keys."""
-    rows = rows_of("pool-errors")
-    cell = lambda **point: lambda row: f"{only(rows, pool=row['pool'], **point)['error']:.1e}"
+    rows = tables.rows_of("pool-errors")
+    cell = lambda **point: lambda row: f"{tables.only(rows, pool=row['pool'], **point)['error']:.1e}"
     columns = {"pool": "pool"} | {
-        f"{gate}, {keys}": cell(gate=gate, keys=keys) for gate in values(rows, "gate") for keys in values(rows, "keys")
+        f"{gate}, {keys}": cell(gate=gate, keys=keys)
+        for gate in tables.values(rows, "gate")
+        for keys in tables.values(rows, "keys")
     }
-    return table([{"pool": pool} for pool in values(rows, "pool")], columns)
+    return tables.table([{"pool": pool} for pool in tables.values(rows, "pool")], columns)
 
 
-@block
+@tables.block
 def step_float16() -> str:
     """The cost of a pool of float16."""
-    (row,) = rows_of("step-v6e-float16")
-    step = only(step_rows("v6e"), case=row["case"], mixture=row["mixture"])
+    (row,) = tables.rows_of("step-v6e-float16")
+    step = tables.only(step_rows("v6e"), case=row["case"], mixture=row["mixture"])
     parts = [row[f"{part}_cycles"] for part in ("gather", "convert", "scatter")]
     ratio = (sum(parts) + step["cycles"]) / step["cycles"]
-    gather, convert, scatter = map(whole, parts)
+    gather, convert, scatter = map(tables.whole, parts)
     return (
-        f"For {MIXTURES[row['mixture']]} over {whole(row['slots'])} slots the compiler for v6e expects the gather to "
-        f"take {gather} cycles,\nthe conversion {convert} and the scatter {scatter}. "
-        f"With the step of a float32 pool this is {decimals(ratio, 1)} times that step alone."
+        f"For {MIXTURES[row['mixture']]} over {tables.whole(row['slots'])} slots the compiler for v6e expects the "
+        f"gather to take {gather} cycles,\nthe conversion {convert} and the scatter {scatter}. "
+        f"With the step of a float32 pool this is {tables.decimals(ratio, 1)} times that step alone."
     )
 
 
-@block
+@tables.block
 def step_others() -> str:
     """Prefills of the other operators on a v6e, and steps on a CPU."""
-    rows, on_cpu = rows_of("step-prefills"), rows_of("step-cpu")
+    rows, on_cpu = tables.rows_of("step-prefills"), tables.rows_of("step-cpu")
     texts = []
     for case, name in (("kimi-linear-48b", "Kimi-Linear"), ("minimax-text-01", "MiniMax")):
-        one, many = (only(rows, case=case, mixture=f"prefill-8192{kind}")["cycles"] for kind in ("", "-ragged"))
-        texts.append(f"{whole(one)} and {whole(many)} cycles for {name}")
-    on_cpu = [f"{whole(row['median_ms'])} ms for {MIXTURES[row['mixture']]}" for row in on_cpu]
+        one, many = (tables.only(rows, case=case, mixture=f"prefill-8192{kind}")["cycles"] for kind in ("", "-ragged"))
+        texts.append(f"{tables.whole(one)} and {tables.whole(many)} cycles for {name}")
+    on_cpu = [f"{tables.whole(row['median_ms'])} ms for {MIXTURES[row['mixture']]}" for row in on_cpu]
     return (
         f"On v6e the last two rows are {' and '.join(texts)}.\n"
         f"On a CPU of 2 cores, 16 heads in float32 take {on_cpu[0]}, {on_cpu[1]},\nand {on_cpu[2]}."

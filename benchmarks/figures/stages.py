@@ -2,59 +2,63 @@
 
 import functools
 
-from benchmarks.figures.tables import BLOCKS, NONE, block, rows_of, select, table, values, whole
+from benchmarks.figures import tables
 from chunkwise.shared.chips import CHIPS
 
 
 def stage(package: str) -> str:
     """The cycles of a stage by what a grid step takes."""
-    rows = select(rows_of("stages-v6e"), package=package)
+    rows = tables.select(tables.rows_of("stages-v6e"), package=package)
     columns = {
         rows[0]["what"]: "launch",
-        "kernel, cycles": lambda row: whole(row["kernel_cycles"]),
-        "us": lambda row: whole(row["kernel_cycles"] / CHIPS["v6e"].clock_ghz / 1000),
-        "around, cycles": lambda row: whole(row.get("around_cycles")),
-        "floor, us": lambda row: whole(row.get("floor_us")),
+        "kernel, cycles": lambda row: tables.whole(row["kernel_cycles"]),
+        "us": lambda row: tables.whole(row["kernel_cycles"] / CHIPS["v6e"].clock_ghz / 1000),
+        "around, cycles": lambda row: tables.whole(row.get("around_cycles")),
+        "floor, us": lambda row: tables.whole(row.get("floor_us")),
     }
-    return table(rows, columns)
+    return tables.table(rows, columns)
 
 
-BLOCKS |= {f"stage-{name}": functools.partial(stage, name) for name in values(rows_of("stages-v6e"), "package")}
+tables.BLOCKS |= {
+    f"stage-{name}": functools.partial(stage, name) for name in tables.values(tables.rows_of("stages-v6e"), "package")
+}
 
 
 def beside_operators(package: str) -> str:
     """The cycles of a kernel beside an operator, and of XLA, on all generations."""
-    rows = [row for row in select(rows_of("beside-operators"), package=package) if "pass" in row]
+    rows = [row for row in tables.select(tables.rows_of("beside-operators"), package=package) if "pass" in row]
 
     def kernel(row):
-        return f"{whole(row['bundles'])} bundles" if "bundles" in row else whole(row["kernel_cycles"])
+        return f"{tables.whole(row['bundles'])} bundles" if "bundles" in row else tables.whole(row["kernel_cycles"])
 
     columns = {"chip": "chip", "pass": "pass", "kernel, cycles": kernel}
-    columns |= {"XLA, cycles": lambda row: whole(row.get("xla_cycles"))}
-    columns |= {"floor, cycles": lambda row: whole(row["floor_cycles"])}
+    columns |= {"XLA, cycles": lambda row: tables.whole(row.get("xla_cycles"))}
+    columns |= {"floor, cycles": lambda row: tables.whole(row["floor_cycles"])}
     both = lambda row: f"{row['temporaries_mib']}, {row['xla_temporaries_mib']}"
-    return table(rows, columns | ({"temporaries, XLA's, MiB": both} if "temporaries_mib" in rows[0] else {}))
+    return tables.table(rows, columns | ({"temporaries, XLA's, MiB": both} if "temporaries_mib" in rows[0] else {}))
 
 
-BLOCKS |= {f"beside-{name}": functools.partial(beside_operators, name) for name in ("causal_conv1d", "norm_gated")}
+tables.BLOCKS |= {
+    f"beside-{name}": functools.partial(beside_operators, name) for name in ("causal_conv1d", "norm_gated")
+}
 
 
-@block
+@tables.block
 def norm_sizes() -> str:
     """The cycles of the norm at other sizes."""
 
     def cell(way):
-        both = lambda x: f"{whole(x['kernel_cycles'])}, {whole(x['floor_cycles'])}"
-        return lambda row: both(row[way]) if way in row else NONE
+        both = lambda x: f"{tables.whole(x['kernel_cycles'])}, {tables.whole(x['floor_cycles'])}"
+        return lambda row: both(row[way]) if way in row else tables.NONE
 
-    columns = {"D": lambda row: whole(row["D"]), "channels a token": lambda row: whole(row["channels"])}
+    columns = {"D": lambda row: tables.whole(row["D"]), "channels a token": lambda row: tables.whole(row["channels"])}
     columns |= {f"{way}, floor": cell(way) for way in ("forward", "backward")}
-    return table([row for row in rows_of("beside-operators") if "D" in row], columns)
+    return tables.table([row for row in tables.rows_of("beside-operators") if "D" in row], columns)
 
 
-@block
+@tables.block
 def stage_gates() -> str:
     """The error of a chain of stages by its gates."""
-    rows = rows_of("stage-gates")
+    rows = tables.rows_of("stage-gates")
     cell = lambda C: lambda row: f"{row['errors'][C]:.1e}"
-    return table(rows, {"gates": "gates"} | {f"C = {C}": cell(C) for C in rows[0]["errors"]})
+    return tables.table(rows, {"gates": "gates"} | {f"C = {C}": cell(C) for C in rows[0]["errors"]})

@@ -140,7 +140,7 @@ def test_map_chunks():
         return x + factor * y, jnp.sum(y, axis=2, keepdims=True)
 
     outputs = [((8, 4), jnp.float32), ((8, 1), jnp.bfloat16)]
-    first, second = map_chunks(tile, x, y, name="tile", HV=4, heads=2, outputs=outputs, cost=FREE, scalars=(factor,))
+    first, second = map_chunks(tile, (x, y), name="tile", HV=4, heads=2, outputs=outputs, cost=FREE, scalars=(factor,))
     np.testing.assert_array_equal(first, 1 + 3 * y)
     np.testing.assert_array_equal(second, y.sum(axis=3, keepdims=True).astype(jnp.bfloat16))
 

@@ -74,7 +74,7 @@ def scores(q, k, G):
 def test_decayed_scores(per_channel):
     q, k, g = tile(2, 16, 6), tile(2, 16, 6, seed=1), gates(per_channel)
     assert gating.per_channel(g) == per_channel
-    assert gating.gate_kind(g[None]) == ("_gk" if per_channel else "")
+    assert gating.suffix(k[None], g[None]) == ("c16_gk" if per_channel else "c16")
     G = g if per_channel else g.mT
     assert_close("decay", gating.decay_from_start(g), np.exp(np.asarray(G, np.float64)), STAGE_TOLERANCE)
     assert_close("scores", gating.decayed_scores(q, k, g), scores(q, k, G), STAGE_TOLERANCE)

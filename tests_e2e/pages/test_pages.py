@@ -110,15 +110,7 @@ def test_the_limits_of_decodes_are_those_of_the_kernel():
 def test_data_is_shown(monkeypatch):
     """Every file of docs/data is read for a page, or a page links to it."""
     texts, read, rows_of = [path.read_text() for path in figures.pages()], set(), tables.rows_of
-    for module in (
-        figures.devices,
-        figures.evidence,
-        figures.kernels,
-        figures.machine,
-        figures.serving,
-        figures.stages,
-    ):
-        monkeypatch.setattr(module, "rows_of", lambda name: read.add(f"{name}.json") or rows_of(name))
+    monkeypatch.setattr(tables, "rows_of", lambda name: read.add(f"{name}.json") or rows_of(name))
     linked = {name for text in texts for name in re.findall(r"data/([\w.-]+)", figures.filled(text))}
     assert set(DATA) - read - linked == set()
 

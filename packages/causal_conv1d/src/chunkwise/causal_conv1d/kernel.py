@@ -340,5 +340,6 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
         },
         outputs=outputs,
         scratch=scratch,
+        in_bounds=False,
         cost_estimate=cost.cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
     )

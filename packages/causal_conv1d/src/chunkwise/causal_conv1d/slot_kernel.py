@@ -76,7 +76,6 @@ def _launch(name: str, pool: jax.Array, slots: jax.Array, rows: jax.Array | None
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * n * (pool.size // pool.shape[0]) * pool.dtype.itemsize
         ),
-        in_bounds=True,
     )
     return out[result]
 

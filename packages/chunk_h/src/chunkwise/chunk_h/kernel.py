@@ -1,6 +1,6 @@
 """The kernel that takes the state through the chunks: its table, its body and its launcher."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,16 +68,14 @@ def _state_kernel(action_ref, sequence_ref, k_ref, w_ref, u_ref, g_ref, h0_ref, 
     ht_ref[...] = S
 
 
-def suffix(x: ChunkHOperands) -> str:
-    """Return the end of a kernel's name, which tells the chunk size and the kind of gates."""
-    return f"c{x.k.shape[2]}{gating.gate_kind(x.g)}"
+def name_of(x: ChunkHOperands, direction: str) -> str:
+    """Return the name of the kernel of a direction, "fwd" or "bwd"."""
+    return f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_{direction}_{gating.suffix(x.k, x.g)}"
 
 
-def launch_cost(x: ChunkHOperands, backward: bool = False) -> pl.CostEstimate:
-    """Return the cost of a launch on these operands."""
-    NC, H, C, K = x.k.shape
-    sizes = dict(B=NC, T=C, H=H, HV=x.u.shape[1], K=K, V=x.u.shape[3], C=C, itemsize=x.k.dtype.itemsize)
-    return config.cost(**sizes, per_channel=bool(gating.gate_kind(x.g)), delta_rule=x.w is not None, backward=backward)
+def given(array: jax.Array | None, spec: Any) -> Any:
+    """Return a spec, or the type of a result, for an array; None for an array that there is not."""
+    return None if array is None else spec
 
 
 def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
@@ -99,14 +97,11 @@ def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, action, sequence: (sequence[n], h, 0, 0))
     values = launcher.head_block(heads, C, V, axes=axes)
 
-    def given(array, spec):
-        return None if array is None else spec
-
     return launcher.pallas_call(
         _state_kernel,
         *table,
         *x,
-        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_fwd_{suffix(x)}",
+        name=name_of(x, "fwd"),
         num_scalar_prefetch=2,
         # Blocks of heads are independent; chunks pass the state on in scratch, so they run in order.
         grid=(HV // heads, NC),
@@ -125,5 +120,5 @@ def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
             compat.out_struct((N, HV, K, V), jnp.float32, *x),
         ),
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=launch_cost(x),
+        cost_estimate=config.cost(**gating.sizes(x.k, x.g, x.u), delta_rule=x.w is not None),
     )

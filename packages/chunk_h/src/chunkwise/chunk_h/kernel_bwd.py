@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h import config, kernel, tile
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher, tiles
+from chunkwise.shared.kernels import gating, launcher, tiles
 
 
 def _state_bwd_kernel(
@@ -75,15 +75,12 @@ def launch(
     def reverse(*tail, group=1):
         return launcher.head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
 
-    def given(array, spec):
-        return None if array is None else spec
-
     def like(array, *tail):
-        return None if array is None else compat.out_struct((NC, HV, *tail), jnp.float32, *x)
+        return kernel.given(array, compat.out_struct((NC, HV, *tail), jnp.float32, *x))
 
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, a, sequence, end: (sequence[NC - 1 - n], h, 0, 0))
     gates = reverse(*x.g.shape[2:])
-    keys, values = given(x.w, reverse(C, K)), reverse(C, V)
+    keys, values = kernel.given(x.w, reverse(C, K)), reverse(C, V)
     dk, dw, du, dg, dh0 = launcher.pallas_call(
         _state_bwd_kernel,
         *table,
@@ -96,7 +93,7 @@ def launch(
         dh,
         dv_new,
         dht,
-        name=f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_bwd_{kernel.suffix(x)}",
+        name=kernel.name_of(x, "bwd"),
         num_scalar_prefetch=3,
         # Blocks of heads are independent; chunks pass the gradient of the state on, from the last to the first.
         grid=(HV // heads, NC),
@@ -108,7 +105,7 @@ def launch(
             reverse(K, V),
             values,
             reverse(K, V),
-            given(dv_new, values),
+            kernel.given(dv_new, values),
             state,
         ],
         out_specs=[reverse(C, K), keys, values, gates, state],
@@ -120,7 +117,7 @@ def launch(
             compat.out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=kernel.launch_cost(x, backward=True),
+        cost_estimate=config.cost(**gating.sizes(x.k, x.g, x.u), delta_rule=x.w is not None, backward=True),
     )
     if x.w is not None:
         dw = dw.astype(x.w.dtype)

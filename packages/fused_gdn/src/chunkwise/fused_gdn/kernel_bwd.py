@@ -160,5 +160,4 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Calla
         like=x.gradients(),
         scratch={} if "dh0" in outputs else {"dstate": (s.heads, s.K, s.V)},
         cost_estimate=estimate(**static.sizes(), itemsize=x.k.dtype.itemsize, backward=True),
-        in_bounds=True,
     )

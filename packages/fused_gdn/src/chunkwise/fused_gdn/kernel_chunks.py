@@ -336,5 +336,4 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         scratch=scratch,
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
-        in_bounds=True,
     )

@@ -253,5 +253,4 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         requested=outputs,
         scratch=scratch,
         cost_estimate=cost.states_cost(**static.sizes() | {"V": channels}, itemsize=dtype.itemsize),
-        in_bounds=True,
     )

@@ -47,8 +47,8 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     return FusedStatic(
         B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=x.num_states,
-        spans=chunking.num_chunks(T, C) + x.num_states * varlen, scale=options.scale,
-        config=sizes, varlen=varlen, readable=max(T, C), p=p, normalise=bool(options.use_qk_l2norm_in_kernel),
+        scale=options.scale, config=sizes, varlen=varlen, readable=max(T, C), p=p,
+        normalise=bool(options.use_qk_l2norm_in_kernel),
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps),
     )  # fmt: skip
 

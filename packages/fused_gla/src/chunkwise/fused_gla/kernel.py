@@ -161,6 +161,5 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         # The state needs scratch memory unless the output ht holds it.
         scratch={} if "ht" in outputs else {"state": state},
         in_place={} if x.pool is None else {"pool": "pool_out"},
-        in_bounds=True,
         **launched(x, s, kind, heads, output=with_output),
     )

@@ -223,7 +223,6 @@ def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
         kernel.GlaFwdRefs,
         inputs=kernel.inputs_of(x, s, cut, heads, queries=False),
         outputs={"ht": (cut.state(heads, s.V, s.K), (s.N, s.HV, s.V, s.K), jnp.float32)},
-        in_bounds=True,
         **kernel.launched(x, s, "bwd_state", heads, output=False),
     )["ht"]
 
@@ -283,7 +282,6 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         },
         requested={"dq", "dk", "dv", *of_gates, *outputs},
         scratch=scratch,
-        in_bounds=True,
         **kernel.launched(x, s, "bwd", heads, backward=True),
     )
     for name, y in (("dq", x.q), ("dk", x.k)):

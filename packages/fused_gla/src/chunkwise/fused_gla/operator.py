@@ -75,14 +75,11 @@ def config_for(x: Arguments, options: Options) -> config.Config:
 def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
     """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
-    varlen, NT = x.cu_seqlens is not None and (x.with_state or options.output_final_state), chunking.num_chunks(T, C)
-    chunks = tuning.largest_divisor(NT, options.config.num_steps)
     return GlaStatic(
-        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, NT // chunks + varlen * N, options.scale,
-        options.config,
-        varlen=bool(varlen),
+        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, options.scale, options.config,
+        varlen=x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state)),
         readable=T,
-        chunks=chunks,
+        chunks=tuning.largest_divisor(chunking.num_chunks(T, C), options.config.num_steps),
         per_channel=_per_channel(x),
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
         # The gradient of constant gates is a sum over all tokens, whose terms cancel; see `tile`.

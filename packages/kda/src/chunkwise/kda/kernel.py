@@ -422,5 +422,4 @@ def plan(
         cost_estimate=(cost.cost if with_output else cost.states_cost)(
             **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
         ),
-        in_bounds=True,
     )

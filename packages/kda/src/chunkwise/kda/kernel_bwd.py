@@ -354,7 +354,6 @@ def plan(
         like=x.gradients(),
         scratch=scratch,
         cost_estimate=estimate(**static.sizes(), itemsize=x.q.dtype.itemsize, backward=True, more=loads.more_bytes(x)),
-        in_bounds=True,
     )
 
 

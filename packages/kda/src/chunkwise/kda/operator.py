@@ -12,7 +12,7 @@ from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, launcher, layout, matmul, packed
+from chunkwise.shared.kernels import launcher, layout, matmul, packed
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 
@@ -69,8 +69,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
     readable = T if options.activation.use_gate_in_kernel else max(T, C)
     return KdaStatic(
         B=B, T=max(T, C), readable=readable, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
-        spans=chunking.num_chunks(T, C) + N * varlen, scale=options.scale,
-        normalise=bool(options.use_qk_l2norm_in_kernel),
+        scale=options.scale, normalise=bool(options.use_qk_l2norm_in_kernel),
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps), varlen=varlen, config=options.config,
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.min_gate, _dtype(x)),

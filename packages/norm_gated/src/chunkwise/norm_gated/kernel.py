@@ -139,5 +139,6 @@ def launch(
             "dy": (dy, block),
         },
         outputs=outputs,
+        in_bounds=False,
         cost_estimate=cost.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )

@@ -147,8 +147,7 @@ def _without_residuals(kernels: Kernels, static, block_size: int | None = None):
     if not (kernels.several_chunks and static.varlen):
         return static
     most = static.config.chunks if block_size is None else min(static.config.chunks, block_size // static.C)
-    chunks = tuning.piece_chunks(static.T // static.C, static.N, most)
-    return static.in_pieces_of(chunks) if chunks > 1 else static
+    return static.in_spans_of(tuning.piece_chunks(static.T // static.C, static.N, most))
 
 
 def _spans(kernels: Kernels, x: Arguments, static) -> Spans:
@@ -292,7 +291,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     static = _without_residuals(kernels, kernels.static_for(x, options, frozenset()), options.block_size)
     spans = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
     assert spans.table is not None
-    static = replace(static, spans=spans.table.shape[1])
+    static = replace(static, listed=spans.table.shape[1])
     operands = _vary_alike(_operands(kernels, x, static, spans, pool=pool, count=spans.count))
     out = kernels.forward(operands, static, ("o", "pool_out"))
     return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]

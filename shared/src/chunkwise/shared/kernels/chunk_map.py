@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import compat
@@ -13,7 +14,8 @@ from chunkwise.shared.kernels import launcher
 
 def map_chunks(
     tile: Callable,
-    *operands: jax.Array,
+    operands: Sequence[jax.Array],
+    *,
     name: str,
     HV: int,
     heads: int,
@@ -27,7 +29,7 @@ def map_chunks(
       tile: takes the scalars, and a tile [h, rows, columns] of every operand; returns a tuple of tiles
         [heads, rows, columns]. h is `heads` for operands with a head per value head, and fewer for operands whose heads
         are shared.
-      *operands: chunks [NC, H or HV, rows, columns].
+      operands: chunks [NC, H or HV, rows, columns].
       name: name of the kernel.
       HV: value heads.
       heads: value heads of a grid step, from `choose_heads`.
@@ -61,6 +63,11 @@ def map_chunks(
         out_shape=results,
         cost_estimate=cost,
     )
+
+
+def float32_of(*arrays: jax.Array) -> list[tuple[tuple[int, ...], jax.typing.DTypeLike]]:
+    """Return the `outputs` of `map_chunks` that have the rows and columns of arrays, in float32."""
+    return [(x.shape[2:], jnp.float32) for x in arrays]
 
 
 def differentiable(launch: Callable, launch_bwd: Callable) -> Callable:

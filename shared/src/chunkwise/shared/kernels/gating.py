@@ -4,6 +4,8 @@ Cumulative gates G of a chunk come per head, as rows [HV, 1, C], or per channel 
 here tell them apart by shape, so a stage is written once. No exponent is ever positive.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -15,9 +17,16 @@ def per_channel(g: jax.Array) -> bool:
     return g.shape[1] > 1
 
 
-def gate_kind(g: jax.Array) -> str:
-    """Return the part of a kernel's name that tells its gates: "_gk" for gates per channel, "" for gates per head."""
-    return "_gk" if g.shape[2] > 1 else ""
+def suffix(k: jax.Array, g: jax.Array) -> str:
+    """Return the end of a kernel's name for chunks k [NC, H, C, K]: its chunk size, and "_gk" for gates per channel."""
+    return f"c{k.shape[2]}{'_gk' if g.shape[2] > 1 else ''}"
+
+
+def sizes(k: jax.Array, g: jax.Array, v: jax.Array | None = None) -> dict[str, Any]:
+    """Return the sizes on which the cost of a launch depends, by name; chunks are its batch, and only v has V."""
+    NC, H, C, K = k.shape
+    known = dict(B=NC, T=C, H=H, HV=g.shape[1], K=K, C=C, itemsize=k.dtype.itemsize, per_channel=g.shape[2] > 1)
+    return known if v is None else known | {"V": v.shape[3]}
 
 
 def decay_from_start(g: jax.Array) -> jax.Array:

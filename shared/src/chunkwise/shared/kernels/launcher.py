@@ -195,7 +195,7 @@ def launch(
     in_place: Mapping[str, str] = MappingProxyType({}),
     like: Mapping[str, Any] = MappingProxyType({}),
     dimension_semantics: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary"),
-    in_bounds: bool = False,
+    in_bounds: bool = True,
 ) -> dict[str, jax.Array]:
     """Run a kernel whose Refs are the fields of a NamedTuple, and return its outputs by name.
 
@@ -207,7 +207,8 @@ def launch(
       refs: the NamedTuple of the Refs: a field for every table, input, output and buffer; or a function of the Refs by
         their names.
       name, grid, cost_estimate, dimension_semantics, in_bounds: as in `pallas_call`. By default the last axis of the
-        grid is sequential: rows of the batch and blocks of heads are independent, and grid steps pass a state on.
+        grid is sequential: rows of the batch and blocks of heads are independent, and grid steps pass a state on; and
+        every index is promised to be in bounds, because tables hold only what exists.
       inputs: by name, an array or None, and how it is cut.
       outputs: by name, how an output is cut, its shape and its type.
       tables: by name, an array in scalar memory, which index maps read, or None.

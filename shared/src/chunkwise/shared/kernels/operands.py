@@ -5,6 +5,8 @@ from typing import Any, Self
 
 import jax
 
+from chunkwise.shared.kernels import chunking
+
 # An array that a launch does not have. The operator and the launch tell which arrays there are; a type cannot.
 ABSENT: Any = None
 
@@ -72,13 +74,13 @@ class FusedStatic:
       K, V: head dimensions, padded to whole lanes.
       C: tokens of a chunk.
       N: how many states go in and out.
-      spans: the spans of a row of the batch; each is some chunks, or a piece of one.
       scale: the number that multiplies the queries, or the output.
       config: tile sizes of the package.
       varlen: every packed sequence has a state, and a span is a piece of a chunk, of one sequence.
       readable: tokens of a row that may be read. Rows of its last chunk behind them must not be: they are past the end
         of the arrays, or a law would make decays of their zeros.
       chunks: chunks of a span.
+      listed: how many spans the table of a pool lists, where blocks of tokens end spans too; None for no pool.
       p: heads that lie side by side in the lanes.
       normalise: queries and keys are scaled to unit length first.
       compensate: step sizes make up for the rounding of keys, as `tiles.unit_keys` says, because step sizes may exceed
@@ -94,16 +96,23 @@ class FusedStatic:
     V: int
     C: int
     N: int
-    spans: int
     scale: float
     config: Any
     varlen: bool
     readable: int
     chunks: int = 1
+    listed: int | None = None
     p: int = 1
     normalise: bool = False
     compensate: bool = False
     per_channel: bool = False
+
+    @property
+    def spans(self) -> int:
+        """The spans of a row of the batch; each is some chunks, or a piece of them, of one sequence."""
+        if self.listed is not None:
+            return self.listed
+        return chunking.num_chunks(self.T, self.chunks * self.C) + self.N * self.varlen
 
     @property
     def partial(self) -> bool:
@@ -121,7 +130,7 @@ class FusedStatic:
 
     def in_spans_of(self, chunks: int) -> Self:
         """Return the description of a launch whose spans have so many chunks, where those of this one have one."""
-        return dataclasses.replace(self, chunks=chunks, spans=-(-self.spans // chunks))
+        return dataclasses.replace(self, chunks=chunks)
 
     def in_long_spans(self) -> Self:
         """Return the description of a forward whose spans may have several chunks, as pieces have already.
@@ -129,11 +138,6 @@ class FusedStatic:
         A span of a row is a quarter of it at most, because the stages of a kernel fill and empty once a row.
         """
         return self if self.varlen else self.in_spans_of(max(1, min(self.config.chunks, self.spans // 4)))
-
-    def in_pieces_of(self, chunks: int) -> Self:
-        """Return the description of a launch over pieces of so many chunks, where those of this one have one."""
-        spans = -(-self.T // (chunks * self.C)) + self.N
-        return dataclasses.replace(self, chunks=chunks, spans=spans)
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on, by name."""

@@ -180,6 +180,7 @@ def launch(
         name=s.rule.name,
         grid=(grid_steps,),
         dimension_semantics=("arbitrary",),
+        # They hold only slots that exist and tokens of the stream.
         tables=tables,
         inputs={name: (y, first((T, *y.shape[1:]))) for name, y in x.tokens.items()}
         | {name: (y, first(y.shape)) for name, y in x.constants.items()}
@@ -189,8 +190,6 @@ def launch(
         scratch=scratch,
         in_place={name: name for name in held},
         cost_estimate=_cost(T, N, targets, held, s, x.beta is not None),
-        # The table holds only slots that exist and tokens of the stream.
-        in_bounds=True,
     )
     after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
     o = out["o"].reshape(T, s.HV, s.width)[:, :, : s.V].reshape(T, -1)
