@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from blocks import Model
 from chunkwise.layers import open_checkpoint
 
 # The arrays of a checkpoint by name.
@@ -113,6 +114,19 @@ def check_all_taken(named: Named) -> None:
     """Check that a model has taken every array of its checkpoint."""
     if named:
         raise ValueError(f"the checkpoint must have no weights that the model lacks; got {sorted(named)}.")
+
+
+def whole_model(found: dict, named: Named, embedding: jax.Array, blocks, norm: jax.Array) -> Model:
+    """Return a model of weights out of a checkpoint, of which only the head is left.
+
+    Args:
+      found: what config.json has.
+      named: the arrays that are left.
+      embedding, blocks, norm: those that were taken.
+    """
+    model = Model(embedding, tuple(blocks), norm, take_head(found, named, embedding))
+    check_all_taken(named)
+    return model
 
 
 class Draw:

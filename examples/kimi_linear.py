@@ -51,14 +51,13 @@ from generation import (
     Draw,
     Settings,
     are_attention,
-    check_all_taken,
     main,
     matrix,
     part,
     read_checkpoint,
     require,
     take,
-    take_head,
+    whole_model,
 )
 
 
@@ -197,9 +196,7 @@ def load(directory) -> tuple[Config, Model]:
         return Block(norm(f"{at}.input_layernorm"), mixer, norm(f"{at}.post_attention_layernorm"), after)
 
     blocks = tuple(block(i) for i in range(len(config.attention)))
-    model = Model(embedding, blocks, norm("model.norm"), take_head(found, named, embedding))
-    check_all_taken(named)
-    return config, model
+    return config, whole_model(found, named, embedding, blocks, norm("model.norm"))
 
 
 def read_config(found: dict) -> Config:

@@ -28,7 +28,7 @@ from chunkwise.layers import (
     load_mamba2_mixer,
     mamba2_mixer,
 )
-from generation import Draw, Settings, check_all_taken, main, part, read_checkpoint, take, take_head
+from generation import Draw, Settings, main, part, read_checkpoint, take, whole_model
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,10 @@ def load(directory) -> tuple[Config, Model]:
     found, named = read_checkpoint(directory, {"embedding.weight": "embeddings.weight"})
     config = read_config(found)
     embedding = take(named, "backbone.embeddings.weight")
-    blocks = []
-    for i in range(config.blocks):
-        at = f"backbone.layers.{i}"
-        mixer = load_mamba2_mixer(part(named, f"{at}.mixer."), config.mixer)
-        blocks.append(Block(take(named, f"{at}.norm.weight"), mixer))
-    model = Model(embedding, tuple(blocks), take(named, "backbone.norm_f.weight"), take_head(found, named, embedding))
-    check_all_taken(named)
-    return config, model
+    mixer = lambda at: load_mamba2_mixer(part(named, f"{at}.mixer."), config.mixer)
+    names = [f"backbone.layers.{i}" for i in range(config.blocks)]
+    blocks = [Block(take(named, f"{at}.norm.weight"), mixer(at)) for at in names]
+    return config, whole_model(found, named, embedding, blocks, take(named, "backbone.norm_f.weight"))
 
 
 def read_config(found: dict) -> Config:

@@ -52,7 +52,6 @@ from generation import (
     Draw,
     Settings,
     are_attention,
-    check_all_taken,
     main,
     matrix,
     part,
@@ -60,7 +59,7 @@ from generation import (
     require,
     rotary_settings,
     take,
-    take_head,
+    whole_model,
 )
 
 
@@ -164,9 +163,7 @@ def load(directory) -> tuple[Config, Model]:
         return Block(norm, mixer, mlp_norm, perceptron)
 
     blocks = tuple(block(*each) for each in enumerate(config.attention))
-    model = Model(embedding, blocks, take(named, "model.norm.weight"), take_head(found, named, embedding))
-    check_all_taken(named)
-    return config, model
+    return config, whole_model(found, named, embedding, blocks, take(named, "model.norm.weight"))
 
 
 def read_config(found: dict) -> Config:

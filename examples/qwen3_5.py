@@ -49,7 +49,6 @@ from generation import (
     Draw,
     Settings,
     are_attention,
-    check_all_taken,
     main,
     matrix,
     part,
@@ -57,7 +56,7 @@ from generation import (
     require,
     rotary_settings,
     take,
-    take_head,
+    whole_model,
 )
 
 
@@ -171,9 +170,7 @@ def load(directory) -> tuple[Config, Model]:
         return Block(norm(f"{at}.input_layernorm"), mixer, norm(f"{at}.post_attention_layernorm"), perceptron)
 
     blocks = tuple(block(*each) for each in enumerate(config.attention))
-    model = Model(embedding, blocks, norm("model.norm"), take_head(found, named, embedding))
-    check_all_taken(named)
-    return config, model
+    return config, whole_model(found, named, embedding, blocks, norm("model.norm"))
 
 
 def read_config(found: dict) -> Config:

@@ -15,22 +15,19 @@ transformers.
 
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from blocks import Mlp, Past, empty_past, mlp, rms_norm, take_places
+from blocks import Block, Mlp, Model, Past, empty_past, mlp, rms_norm, take_places
 from chunkwise.layers import (
     MlstmLayerConfig,
-    MlstmLayerWeights,
     config_from,
     empty_cache,
     init_mlstm_layer,
     load_mlstm_layer,
     mlstm_layer,
 )
-from generation import Draw, Settings, check_all_taken, main, matrix, part, read_checkpoint, require, take, take_head
+from generation import Draw, Settings, main, matrix, part, read_checkpoint, require, take, whole_model
 
 
 @dataclass(frozen=True)
@@ -48,24 +45,6 @@ class Config:
     cap: float | None
 
 
-class Block(NamedTuple):
-    """The weights of a block: a norm [D] before each of its two parts."""
-
-    norm: jax.Array
-    layer: MlstmLayerWeights
-    mlp_norm: jax.Array
-    mlp: Mlp
-
-
-class Model(NamedTuple):
-    """The weights of the model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
-
-    embedding: jax.Array
-    blocks: tuple[Block, ...]
-    norm: jax.Array
-    head: jax.Array
-
-
 def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, implementation: str | None = None):
     """Return the hidden states [B, T, D] of tokens [B, T] after the last norm, and the past after them.
 
@@ -75,7 +54,7 @@ def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, im
     _, past = take_places(past, tokens, segment_ids)
     for block, cache in zip(weights.blocks, past.layers, strict=True):
         y, cache = mlstm_layer(
-            rms_norm(x, block.norm, eps), block.layer, config.layer, cache, True, segment_ids=segment_ids,
+            rms_norm(x, block.norm, eps), block.mixer, config.layer, cache, True, segment_ids=segment_ids,
             implementation=implementation,
         )  # fmt: skip
         x = x + y
@@ -107,10 +86,7 @@ def load(directory) -> tuple[Config, Model]:
         inner = Mlp(*(matrix(named, f"{at}.ffn.proj_{name}") for name in ("up_gate", "up", "down")))
         norms = [take(named, f"{at}.norm_{name}.weight") for name in ("mlstm", "ffn")]
         blocks.append(Block(norms[0], layer, norms[1], inner))
-    norm = take(named, "backbone.out_norm.weight")
-    model = Model(embedding, tuple(blocks), norm, take_head(found, named, embedding))
-    check_all_taken(named)
-    return config, model
+    return config, whole_model(found, named, embedding, blocks, take(named, "backbone.out_norm.weight"))
 
 
 def read_config(found: dict) -> Config:
