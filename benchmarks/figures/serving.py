@@ -4,6 +4,7 @@ import math
 
 from benchmarks import decode_mixer
 from benchmarks import step as steps
+from benchmarks.cases import CASES
 from benchmarks.figures import tables
 from chunkwise.command import models
 from chunkwise.shared.chips import CHIPS
@@ -174,28 +175,21 @@ def pool_bits() -> str:
 @tables.block
 def pool_steps() -> str:
     """Decodes over arrays and over rings of 16 tokens."""
-    rows = step_rows("v6e")
-    titles = {
-        ("qwen3-next-80b", "speculate-64x3"): "gated delta rule, float32, 64 decodes of 3 tokens",
-        ("qwen3-next-80b", "decode-256-bfloat16"): "gated delta rule, bfloat16, 256 decodes",
-        ("qwen3-next-80b", "decode-256-int8"): "gated delta rule, int8, 256 decodes",
-        ("kimi-linear-48b", "decode-64-bfloat16"): "KDA, bfloat16, 64 decodes",
-        ("kimi-linear-48b", "decode-64-int8"): "KDA, int8, 64 decodes",
-    }
+    rows, qwen, kimi = step_rows("v6e"), "qwen3-next-80b", "kimi-linear-48b"
+    names = [(qwen, name) for name in ("speculate-64x3", "decode-256-bfloat16", "decode-256-int8")]
+    names += [(kimi, name) for name in ("decode-64-bfloat16", "decode-64-int8")]
+
+    def decodes(row):
+        mixture = steps.MIXTURES[row["mixture"] + "-ring"]
+        speculated = f" of {mixture.W} tokens" if mixture.W > 1 else ""
+        return f"{tables.TITLES[CASES[row['case']].operator]}, {mixture.pool}, {mixture.decodes} decodes{speculated}"
 
     def cell(end):
-        def text(row):
-            found = tables.select(rows, case=row["place"][0], mixture=row["place"][1] + end)
-            return next((tables.whole(x["cycles"]) for x in found), tables.NONE)
+        found = lambda row: tables.select(rows, case=row["case"], mixture=row["mixture"] + end)
+        return lambda row: next((tables.whole(x["cycles"]) for x in found(row)), tables.NONE)
 
-        return text
-
-    columns = {
-        "cycles, v6e": lambda row: titles[row["place"]],
-        "no ring": cell(""),
-        "ring of 16": cell("-ring"),
-    }
-    return tables.table([{"place": place} for place in titles], columns)
+    columns = {"cycles, v6e": decodes, "no ring": cell(""), "ring of 16": cell("-ring")}
+    return tables.table([{"case": case, "mixture": name} for case, name in names], columns)
 
 
 @tables.block

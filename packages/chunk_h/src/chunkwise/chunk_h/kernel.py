@@ -120,5 +120,5 @@ def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
             compat.out_struct((N, HV, K, V), jnp.float32, *x),
         ),
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=config.cost(**gating.sizes(x.k, x.g, x.u), delta_rule=x.w is not None),
+        cost_estimate=config.cost(**gating.sizes(x.k, x.g), V=V, delta_rule=x.w is not None),
     )

@@ -117,7 +117,7 @@ def launch(
             compat.out_struct((N, HV, K, V), jnp.float32, *x),
         ],
         scratch_shapes=[pltpu.VMEM((heads, K, V), jnp.float32)],
-        cost_estimate=config.cost(**gating.sizes(x.k, x.g, x.u), delta_rule=x.w is not None, backward=True),
+        cost_estimate=config.cost(**gating.sizes(x.k, x.g), V=V, delta_rule=x.w is not None, backward=True),
     )
     if x.w is not None:
         dw = dw.astype(x.w.dtype)

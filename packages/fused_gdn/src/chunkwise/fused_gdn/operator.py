@@ -8,7 +8,7 @@ from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, interleaved, launcher, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, interleaved, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
@@ -73,31 +73,13 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
 
 
-def launch_forward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the forward, by several chunks a grid step where there are few heads."""
-    plan = kernel_chunks.plan if kernel_chunks.takes(x, static) else kernel.plan
-    return launcher.launch(**plan(x, static, outputs))
-
-
-def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the launch that only takes states through the tokens, in the same way as the forward."""
-    plan = kernel_chunks.plan if kernel_chunks.takes(x, static) else kernel_map.plan
-    return launcher.launch(**plan(x, static, outputs))
-
-
-def launch_backward(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the backward, by several chunks a grid step where there are few heads."""
-    plan = kernel_bwd_chunks.plan if kernel_bwd_chunks.takes(x, static) else kernel_bwd.plan
-    return launcher.launch(**plan(x, static, outputs))
-
-
 KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
-    launch_forward,
-    launch_backward,
-    launch_states,
+    fused.by_chunks(kernel_chunks, kernel),
+    fused.by_chunks(kernel_bwd_chunks, kernel_bwd),
+    fused.by_chunks(kernel_chunks, kernel_map),
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),
     precomputed=("A_inv",),

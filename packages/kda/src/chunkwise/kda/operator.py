@@ -2,7 +2,6 @@
 
 import numbers
 
-import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, tile, xla
@@ -12,7 +11,7 @@ from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import launcher, layout, matmul, packed
+from chunkwise.shared.kernels import layout, matmul, packed
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 
@@ -95,40 +94,28 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     )  # fmt: skip
 
 
-def launch_forward(
-    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda"
-) -> dict[str, jax.Array]:
-    """Run the forward of an operator, by several chunks a grid step where there are few heads."""
-    plan = kernel_chunks.plan if kernel_chunks.takes(x, static) else kernel.plan
-    return launcher.launch(**plan(x, static, outputs, operator))
-
-
-def launch_backward(
-    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str = "kda"
-) -> dict[str, jax.Array]:
-    """Run the backward of an operator, by several chunks a grid step where there are few heads."""
-    plan = kernel_bwd_chunks.plan if kernel_bwd_chunks.takes(x, static) else kernel_bwd.plan
-    return kernel_bwd.finish(launcher.launch(**plan(x, static, outputs, operator)), x, static)
-
-
-KERNELS = fused.Kernels(
-    config_for,
-    static_for,
-    lay_out,
-    launch_forward,
-    launch_backward,
-    launch_forward,
-    residuals=("h", "v_new_over_beta", "A_inv", "scores"),
-    precomputed=("A_inv", "scores"),
-    transposed=True,
-    most_channels=state_map.MOST_CHANNELS,
-    several_chunks=True,
-)
+def kernels(operator: str) -> fused.Kernels:
+    """Return the kernels of an operator, which have its name."""
+    forward = fused.by_chunks(kernel_chunks, kernel, operator=operator)
+    backward = fused.by_chunks(kernel_bwd_chunks, kernel_bwd, operator=operator)
+    return fused.Kernels(
+        config_for,
+        static_for,
+        lay_out,
+        forward,
+        lambda x, static, outputs: kernel_bwd.finish(backward(x, static, outputs), x, static),
+        forward,
+        residuals=("h", "v_new_over_beta", "A_inv", "scores"),
+        precomputed=("A_inv", "scores"),
+        transposed=True,
+        most_channels=state_map.MOST_CHANNELS,
+        several_chunks=True,
+    )
 
 
 OPERATOR = define(
     "kda",
     check,
-    fused.implementation(KERNELS, fused.most_channels, *OPTIONS, raw_gates=True),
+    fused.implementation(kernels("kda"), fused.most_channels, *OPTIONS, raw_gates=True),
     plain(xla.RULE, *OPTIONS),
 )

@@ -21,14 +21,7 @@ from chunkwise.pipeline.check_step import check_step
 from chunkwise.pipeline.staged import register_all
 from chunkwise.shared import version
 from chunkwise.shared.serving.state_pool import StatePool, make_pool, pool_formats, read_states, write_states
-from chunkwise.two_keys import (
-    chunk_comba,
-    chunk_gdn2,
-    ragged_comba,
-    ragged_gdn2,
-    recurrent_comba,
-    recurrent_gdn2,
-)
+from chunkwise.two_keys import chunk_comba, chunk_gdn2, ragged_comba, ragged_gdn2, recurrent_comba, recurrent_gdn2
 
 register_all()
 

@@ -2,14 +2,7 @@
 
 from chunkwise.kda.config import Config
 from chunkwise.shared import version
-from chunkwise.two_keys.api import (
-    chunk_comba,
-    chunk_gdn2,
-    ragged_comba,
-    ragged_gdn2,
-    recurrent_comba,
-    recurrent_gdn2,
-)
+from chunkwise.two_keys.api import chunk_comba, chunk_gdn2, ragged_comba, ragged_gdn2, recurrent_comba, recurrent_gdn2
 
 __version__ = version.of(__name__)
 __all__ = [

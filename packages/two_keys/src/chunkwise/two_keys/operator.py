@@ -1,7 +1,5 @@
 """The records of GDN-2 and Comba: their checks, with the kernels and the plain form of KDA."""
 
-import functools
-
 from chunkwise.kda import operator as kda
 from chunkwise.kda import xla
 from chunkwise.shared.call import checks
@@ -40,10 +38,7 @@ def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_d
       optional: as in `fused.Kernels`.
       erase_before_decay: as in `Operator`.
     """
-    launch = functools.partial(kda.launch_forward, operator=name)
-    kernels = kda.KERNELS._replace(
-        forward=launch, states=launch, backward=functools.partial(kda.launch_backward, operator=name), optional=optional
-    )
+    kernels = kda.kernels(name)._replace(optional=optional)
     return define(
         name,
         check,

@@ -74,6 +74,22 @@ class Kernels(NamedTuple):
     owner_repeats: Callable[[Any], int] = lambda static: 1
 
 
+def by_chunks(several: Any, one: Any, **options: Any) -> Launch:
+    """Return the launch by `several`, with several chunks a grid step, where it takes the operands, else by `one`.
+
+    Args:
+      several: a module with `takes`, and with `plan`, which returns the arguments of `launcher.launch`.
+      one: a module with `plan`.
+      **options: further arguments of both plans.
+    """
+
+    def launch(x: Any, static: Any, outputs: tuple[str, ...]) -> dict[str, Any]:
+        module = several if several.takes(x, static) else one
+        return launcher.launch(**module.plan(x, static, outputs, **options))
+
+    return launch
+
+
 def most_channels(x: Arguments, options: Options) -> str | None:
     """Return why the kernels of a delta rule, which hold the states of a head whole, do not take x; None if they do."""
     if max(x.q.shape[3], x.v.shape[3]) <= state_map.MOST_CHANNELS:

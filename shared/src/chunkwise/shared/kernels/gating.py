@@ -23,10 +23,13 @@ def suffix(k: jax.Array, g: jax.Array) -> str:
 
 
 def sizes(k: jax.Array, g: jax.Array, v: jax.Array | None = None) -> dict[str, Any]:
-    """Return the sizes on which the cost of a launch depends, by name; chunks are its batch, and only v has V."""
+    """Return the sizes on which the cost of a launch depends, by name; chunks are its batch.
+
+    Without v there is no V, and the size of a number is that of k.
+    """
     NC, H, C, K = k.shape
     known = dict(B=NC, T=C, H=H, HV=g.shape[1], K=K, C=C, itemsize=k.dtype.itemsize, per_channel=g.shape[2] > 1)
-    return known if v is None else known | {"V": v.shape[3]}
+    return known if v is None else known | {"V": v.shape[3], "itemsize": v.dtype.itemsize}
 
 
 def decay_from_start(g: jax.Array) -> jax.Array:
