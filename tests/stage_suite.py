@@ -182,7 +182,10 @@ class OfStage:
     def pytest_generate_tests(self, metafunc):
         """Give a test the tile sizes, the sizes to compile for, or the wrong arguments of its stage."""
         for name, values in dict(
-            config=self.stage.configs, tpu_sizes=self.stage.tpu_sizes, wrong=self.stage.wrong
+            config=self.stage.configs,
+            sizes=self.stage.configs[:1],
+            tpu_sizes=self.stage.tpu_sizes,
+            wrong=self.stage.wrong,
         ).items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values, ids=str)
@@ -337,6 +340,20 @@ class ErrorTests(OfStage):
         message = "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."
         with pytest.raises(ValueError, match=re.escape(message)):
             self.stage.run("gpu")(self.stage.specs(small()))
+
+    def test_tile_sizes(self, sizes):
+        """They ask for the kernel, which would leave a part of its results out where they did not fit."""
+        x = self.stage.specs(small())
+        of = lambda size: dataclasses.replace(sizes, **dict.fromkeys(vars(sizes), size))
+        for wrong, message in (
+            (1, f"`config` must be None or a {self.stage.function.__module__.rpartition('.')[0]}.Config; got 1."),
+            (of(0), "must be a whole number above 0; got 0."),
+            (of(7), "must divide"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                jax.eval_shape(self.stage.run(None, config=wrong), x)
+        with pytest.raises(NotImplementedError, match=re.escape(f'"xla" does not read `config`; got {sizes}.')):
+            self.stage.run("xla", config=sizes)(x)
 
     def test_value_error(self, wrong):
         arguments, message = wrong

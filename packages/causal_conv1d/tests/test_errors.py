@@ -40,6 +40,7 @@ ONE = dict(x=spec(1, 8, 16))
             ONE | dict(cu_seqlens=jnp.array([0, 8]), segment_ids=spec(1, 8, dtype=jnp.int32)),
             "`segment_ids` must be None if `cu_seqlens` is given; got both.",
         ),
+        (dict(config=()), "`config` must be None or a chunkwise.causal_conv1d.Config; got ()."),
         (dict(config=Config(20, 128)), "`config` must have multiples of 16 tokens and of 128 channels"),
     ],
 )

@@ -21,8 +21,8 @@ X = dict(
 STEP = dict(states=spec(6, 2, 8, 8), cu_seqlens=np.array([0, 2, 4]), state_indices=np.arange(2))
 WRONG = [
     (dict(num_householder=3), "`k` must have shape [B, T*n, H, K] = (1, 12, 1, 8); got (1, 8, 1, 8)."),
-    (dict(num_householder=0), "`num_householder` must be a positive number; got 0."),
-    (dict(num_householder=jnp.int32(2)), "`num_householder` must be a positive number, known when the program"),
+    (dict(num_householder=0), "`num_householder` must be a whole number above 0; got 0."),
+    (dict(num_householder=jnp.int32(2)), "`num_householder` must be a whole number above 0, known when the program"),
     (dict(v=spec(1, 4, 2, 8)), "`v` must have shape [B, T*n, HV, V] = (1, 8, any, any); got (1, 4, 2, 8)."),
     (dict(beta=spec(1, 4, 2)), "`beta` must have shape [B, T*n, HV] = (1, 8, 2); got (1, 4, 2)."),
     (dict(g=spec(1, 8, 2)), "`g` must have shape [B, T, HV] = (1, 4, 2); got (1, 8, 2)."),

@@ -39,7 +39,9 @@ def test_common(function, bad, message):
     ("config", "message"),
     [
         (Config(heads=3, heads_bwd=4), "`config.heads` must divide 4 value heads; got 3."),
-        (Config(4, 4, turns=0), "`config.turns` must be at least 1; got 0."),
+        (Config(4, 4, turns=0), "`config.turns` must be a whole number above 0; got 0."),
+        (Config(4, 4.0), "`config.heads_bwd` must be a whole number above 0; got 4.0."),
+        (dict(heads=4), "`config` must be None or a chunkwise.fused_gdn.Config; got {'heads': 4}."),
     ],
 )
 def test_config(config, message):

@@ -29,7 +29,7 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
         ),
         (
             dict(config=Config(3, 1, 1), implementation="fused"),
-            "`config` must have heads that divide HV = 2 into whole groups of 1 or parts of",
+            "`config.heads` must divide 2 value heads in whole groups of 1 or inside of one; got 3.",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_traced_min_gate():
     [
         (Config(2, 6), "`config.heads` must divide 6 value heads in whole groups of 3 or inside of one; got 2."),
         (Config(3, 4), "`config.heads_bwd` must divide 6 value heads in whole groups of 3 or inside of one; got 4."),
-        (Config(0, 3), "`config.heads` must divide 6 value heads in whole groups of 3 or inside of one; got 0."),
+        (Config(0, 3), "`config.heads` must be a whole number above 0; got 0."),
     ],
 )
 def test_config(config, message):

@@ -43,6 +43,7 @@ GOOD: dict[str, Any] = dict(
             dict(eps=jnp.ones(())),
             "`eps` must be a finite number of at least 0, known when the program is built; got an array float32 ().",
         ),
+        (dict(sharding="x"), "`sharding` must be None, a NamedSharding or a PartitionSpec; got str."),
         (dict(context_axis="x"), "`context_axis` must name axes of the `shard_map` around the call, which has ()"),
     ],
 )

@@ -5,7 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.norm_gated import rms_norm_gated
+from chunkwise.norm_gated import Config, rms_norm_gated
 from chunkwise.shared.testing.inputs import spec
 
 GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
@@ -22,6 +22,8 @@ GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
         (dict(weight=spec(64)), "`weight` must have shape [D] = (16); got (64,)."),
         (dict(activation="gelu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'gelu'."),
         (dict(norm_before_gate=1), "`norm_before_gate` must be True or False, known when the program is built; got 1."),
+        (dict(config=1), "`config` must be None or a chunkwise.norm_gated.Config; got 1."),
+        (dict(config=Config(16, 3, 16)), "a divisor of 4 groups; got Config(rows=16, groups=3, strip=16)."),
         (dict(eps=-1.0), "`eps` must be a number, at least 0; got -1.0."),
         (
             dict(eps=jnp.float32(1e-6)),

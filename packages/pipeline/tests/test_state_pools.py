@@ -239,7 +239,7 @@ def test_wrong_steps(message):
 
 WRONG_POOLS = {
     "`dtype` must be one of ('float32', 'bfloat16', 'float16', 'int8'); got 'int4'": dict(dtype="int4"),
-    "`slots` must be a positive number; got 0": dict(slots=0),
+    "`slots` must be a whole number above 0; got 0": dict(slots=0),
     "`replay` must be a number of tokens, or 0; got -1": dict(replay=-1),
     "`HV` must have a multiple of the heads of `k`; got 4 value heads for 3 key heads": dict(H=3),
     "`per_channel` must be True or False, known when the program is built; got 1": dict(per_channel=1),

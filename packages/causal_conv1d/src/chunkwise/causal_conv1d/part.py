@@ -102,10 +102,10 @@ def _check_sequences(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, Conv
         _check_initial_state(state, x, (N, W - 1, D))
     checks.check_activation(options.activation)
     checks.check_flags(output_final_state=options.output_final_state)
-    options, config = _choose(options, "pallas"), options.config
-    if config is not None:
-        fits = config.tokens % 16 == 0 and config.channels % 128 == 0 and min(config.tokens, config.channels) > 0
-        checks.check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
+    config = options.config
+    options = replace(options, implementation=checks.choose_stage(options.implementation, config, tiles))
+    fits = config is None or config.tokens % 16 == config.channels % 128 == 0
+    checks.check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
     final = (x if state is None else state).dtype if options.output_final_state else None
     return arrays | dict(cu_seqlens=boundaries, segment_ids=checks.as_int32(ids)), replace(options, final=final)
 

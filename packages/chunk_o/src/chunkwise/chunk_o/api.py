@@ -64,8 +64,9 @@ def chunk_fwd_o(
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
     NT = chunking.num_chunks(T, C, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     checks.check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    implementation = checks.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
+    checks.check_blocks(config, H, HV)
     scale = K**-0.5 if scale is None else scale
     inside, after = launcher.split_scale(scale) if implementation == "pallas" else (scale, None)
     o = _run(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens, C, implementation, config)

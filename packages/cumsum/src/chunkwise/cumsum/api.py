@@ -51,5 +51,5 @@ def chunk_local_cumsum(
     checks.check_flags(reverse=reverse)
     chunk_size = checks.choose_chunk_size(chunk_size)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, *shape[:2])
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    implementation = checks.choose_stage(implementation, config, tiles)
     return vjp.cumsum(*compat.vary_alike(g, cu_seqlens), chunk_size, bool(reverse), implementation, config)

@@ -14,6 +14,7 @@ from jax import lax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel
 from chunkwise.cumsum import xla as plain
+from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking, derivatives
 
 
@@ -41,8 +42,14 @@ def _sum(g, cu_seqlens, C: int, reverse: bool, config: tiles.Config | None, *, x
     if xla:
         rows = plain.cumsum(rows, reverse)
     else:
-        rows = kernel.launch(rows, reverse, config or tiles.default_for(*rows.shape))
+        rows = kernel.launch(rows, reverse, _checked(config or tiles.default_for(*rows.shape), *rows.shape))
     return chunks.merge(rows[:, None]).reshape(g.shape)
+
+
+def _checked(config: tiles.Config, NC: int, C: int, gates: int) -> tiles.Config:
+    checks.check_divides("chunks", config.chunks, NC, "chunks")
+    checks.check_divides("lanes", config.lanes, gates, "gates of a token")
+    return config
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.kda.operator import check_bound
+from chunkwise.kda.operator import check_options
 from chunkwise.shared import composition
 from chunkwise.shared.call import checks, signature
 from chunkwise.shared.kernels.interleaved import Interleaved
@@ -18,7 +18,7 @@ from chunkwise.two_keys.operator import define_rule
 
 # Its step sizes are -1 and 1, whose gradients nobody requests; its tensors are checked before they become two tokens.
 OPERATOR = define_rule(
-    "dplr_delta_rule", lambda x, options: check_bound(options), optional=("beta",), erase_before_decay=True
+    "dplr_delta_rule", lambda x, options: check_options(options), optional=("beta",), erase_before_decay=True
 )
 # The tensors of a call, and what RWKV-7 calls them.
 TENSORS = {"q": "r", "k": "k", "v": "v", "a": "a", "b": "b", "gk": "w"}
@@ -30,7 +30,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     others = {name: y for name, y in named.items() if name not in names.values()}
     x, options, implementation = signature.to_records(others | dict(q=q, k=k, v=v, g=gk))
     check(names, tensors, x.cu_seqlens)
-    check_bound(options)
+    check_options(options)
     x, options = composition.check_counts(x.with_int32(), options, form)
     dtype = b.dtype if b.dtype == k.dtype else jnp.float32
     written: Any = Interleaved(b.astype(dtype), k.astype(dtype))

@@ -15,7 +15,8 @@ from chunkwise.shared.plain import state_map
 
 
 def check(x: Arguments, options: Options) -> None:
-    """Check the tensors of the operator."""
+    """Check the tensors of the operator, and the tile sizes."""
+    checks.check_config(options.config, config)
     checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
 
 
@@ -26,12 +27,9 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     for name in ("heads", "heads_bwd"):
         heads = getattr(sizes, name)
         checks.check(
-            heads >= 1 and HV % heads == 0,
+            HV % heads == 0,
             f"`config.{name}` must divide {HV} value heads; got {heads}.",
         )
-    for name in ("chunks", "turns"):
-        number = getattr(sizes, name)
-        checks.check(number >= 1, f"`config.{name}` must be at least 1; got {number}.")
     return sizes
 
 

@@ -24,6 +24,7 @@ def check(x: Arguments, options: Options) -> None:
     if x.g_gamma is not None:
         checks.check_array("g_gamma", x.g_gamma, "HV", (HV,))
     checks.check_packed(x.cu_seqlens, B)
+    checks.check_config(options.config, config)
 
 
 def _check_by_channel(x: Arguments, options: Options) -> None:
@@ -64,11 +65,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     H, HV = x.q.shape[2], x.v.shape[2]
     sizes = options.config or _default_config(x, options)
     assert sizes is not None
-    checks.check(
-        all(tuning.divides_groups(n, H, HV) for n in (sizes.heads, sizes.heads_bwd)) and sizes.num_steps >= 1,
-        f"`config` must have heads that divide HV = {HV} into whole groups of {HV // H} or parts of one, and at "
-        f"least one step; got {sizes}.",
-    )
+    checks.check_blocks(sizes, H, HV)
     return sizes
 
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
@@ -22,11 +21,12 @@ OPTIONS = "use_qk_l2norm_in_kernel", "min_gate"
 def check(x: Arguments, options: Options) -> None:
     """Check the tensors of the operator, and the promise about its gates."""
     checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, per_channel=True)
-    check_bound(options)
+    check_options(options)
 
 
-def check_bound(options: Options) -> None:
-    """Check the promise about gates."""
+def check_options(options: Options) -> None:
+    """Check the promise about gates, and the tile sizes."""
+    checks.check_config(options.config, config)
     bound = options.min_gate
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
@@ -42,12 +42,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
         H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize,
         gates=(x.b is not None) + (x.w is not None),
     )  # fmt: skip
-    for name in ("heads", "heads_bwd"):
-        heads = getattr(sizes, name)
-        checks.check(
-            tuning.divides_groups(heads, H, HV),
-            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
-        )
+    checks.check_blocks(sizes, H, HV)
     return sizes
 
 

@@ -57,8 +57,9 @@ def chunk_scaled_dot_kkt(
         checks.check_array("p", p, "B T HV K", (B, T, HV, K))
     chunk_size = checks.choose_chunk_size(chunk_size)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    implementation = checks.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize, g_cum is not None and g_cum.ndim == 4)
+    checks.check_blocks(config, H, HV)
     return _run(k, p, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
 
 

@@ -71,6 +71,7 @@ def check(named: dict[str, Any]) -> tuple[Arguments, Options]:
     x, options, _ = signature.to_records(named | dict(initial_state=None))
     x = x.with_int32()
     OPERATOR.check(x, options)
+    checks.check_sharding(options.sharding)
     (B, T, HV, V), K, state, eps = x.v.shape, x.q.shape[3], named["initial_state"], named["eps"]
     for name in ("i", "f"):
         checks.check_array(name, named[name], "B T HV", (B, T, HV))

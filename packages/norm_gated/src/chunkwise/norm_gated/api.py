@@ -68,7 +68,7 @@ def rms_norm_gated(
       sharding: how x is split over the devices of a mesh with automatic axes, a NamedSharding or a PartitionSpec;
         static. With explicit axes the type of x says how. All dimensions but the last may be split; every device
         computes its part, and only the gradient of weight is a sum over devices.
-      config: tile sizes of the kernels.
+      config: tile sizes of the kernels, for which "xla" is a NotImplementedError; None for the best.
 
     Returns:
       y [..., D] in the type of x. x, z and weight have gradients under both implementations, over a mesh in reverse
@@ -102,8 +102,18 @@ def _check(arrays: partition.Arrays, options: NormOptions) -> tuple[partition.Ar
     checks.check(
         number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     )
-    implementation = checks.choose_implementation(options.implementation, ("pallas", "xla"), on_tpu="pallas")
+    implementation = checks.choose_stage(options.implementation, options.config, tiles)
+    if (config := options.config) is not None:
+        groups = _groups(shape)
+        fits = config.strip % 16 == config.rows % config.strip == groups % config.groups == 0
+        rule = f"a strip of a multiple of 16 rows, rows of whole strips, and a divisor of {groups} groups"
+        checks.check(fits, f"`config` must have {rule}; got {config}.")
     return arrays, replace(options, implementation=implementation)
+
+
+def _groups(shape: tuple[int, ...]) -> int:
+    """Return the groups of channels of a row: heads lie side by side, as projections produce them."""
+    return shape[-2] if len(shape) > 3 else 1
 
 
 def _layout(ndim: int) -> partition.Layout:
@@ -124,8 +134,7 @@ def _run(arrays: partition.Arrays, options: NormOptions) -> Results:
     s = tile.NormStatic(x.shape[-1], options.activation, bool(options.norm_before_gate), float(options.eps))
     if options.implementation == "xla":
         return xla.norm(x, z, weight, s), None
-    # Heads lie side by side in a row, as projections produce them. Without an axis of heads a row is one group.
-    groups = x.shape[-2] if x.ndim > 3 else 1
+    groups = _groups(x.shape)
     config = options.config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
     lanes = jnp.tile(weight.astype(jnp.float32), groups)[None]  # [1, groups D]
     rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)

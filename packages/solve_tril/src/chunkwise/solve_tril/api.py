@@ -50,7 +50,7 @@ def solve_tril(
     if A_inv is not None:
         checks.check_array("A_inv", A_inv, "B T HV C", A.shape)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    implementation = checks.choose_stage(implementation, config, tiles)
     return _run(A, cu_seqlens, A_inv, implementation, config)
 
 
@@ -65,7 +65,9 @@ def _run(A, cu_seqlens, A_inv, implementation, config):
     matrices, known = split(A), None if A_inv is None else split(A_inv)
     if implementation == "pallas":
         matrices = derivatives.of_kernel("solve_tril", matrices)
-        A_inv = kernel.solve(matrices, known, config or tiles.default_for(chunks.NC, HV, C))
+        config = config or tiles.default_for(chunks.NC, HV, C)
+        checks.check_divides("matrices", config.matrices, len(matrices), "matrices, one for a chunk and head")
+        A_inv = kernel.solve(matrices, known, config)
     else:
         A_inv = xla.inverse(matrices) if known is None else xla.known_inverse(matrices, known)
     return chunks.merge(A_inv.reshape(chunks.NC, HV, C, C))

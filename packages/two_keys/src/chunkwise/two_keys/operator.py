@@ -19,14 +19,14 @@ def check_gdn2(x: Arguments, options: Options) -> None:
     checks.check_packed(x.cu_seqlens, B)
     doubled = options.activation.allow_neg_eigval and not options.activation.use_erase_sigmoid_in_kernel
     checks.check(not doubled, "`allow_neg_eigval` must be False without `use_erase_sigmoid_in_kernel`; got True.")
-    kda.check_bound(options)
+    kda.check_options(options)
 
 
 def check_comba(x: Arguments, options: Options) -> None:
     """Check the tensors of Comba, and the promise about its gates."""
     B, T, H, _, K, _ = checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
     checks.check_array("p", x.p, "B T H K", (B, T, H, K))
-    kda.check_bound(options)
+    kda.check_options(options)
 
 
 def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_decay: bool = False) -> Operator:

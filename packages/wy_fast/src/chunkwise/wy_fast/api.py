@@ -59,8 +59,9 @@ def recompute_w_u(
     )
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
-    implementation = checks.choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    implementation = checks.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
+    checks.check_blocks(config, H, HV)
     return _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import activations
@@ -192,6 +193,48 @@ def choose_implementation(implementation: str | None, known: tuple[str, ...], on
     return implementation or (on_tpu if jax.default_backend() == "tpu" else "xla")
 
 
+def choose_stage(implementation: str | None, config, tiles) -> str:
+    """Return the implementation of a stage to run; tile sizes, see `check_config`, ask for the kernel.
+
+    Raises:
+      ValueError: there is no implementation of this name, or `config` is wrong.
+      NotImplementedError: the implementation does not read `config`, or is one of whole operators.
+    """
+    check_config(config, tiles)
+    chosen = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
+    if config is not None and implementation == "xla":
+        raise NotImplementedError(f'"xla" does not read `config`; got {config}.')
+    return chosen if config is None else "pallas"
+
+
+def check_config(config, tiles) -> None:
+    """Check that tile sizes are None, or the `Config` of `tiles`, the module of a package, of whole numbers above 0."""
+    package = tiles.__name__.rpartition(".")[0]
+    right = config is None or isinstance(config, tiles.Config)
+    check(right, f"`config` must be None or a {package}.Config; got {shown(config)}.")
+    for name, size in {} if config is None else vars(config).items():
+        whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+        check(whole and int(size) > 0, f"`config.{name}` must be a whole number above 0; got {shown(size)}.")
+
+
+def check_blocks(config, H: int, HV: int) -> None:
+    """Check that the value heads of a grid step, forward and backward, are whole groups that share a key head, or not.
+
+    Otherwise a group would be cut in two.
+    """
+    for name in ("heads", "heads_bwd"):
+        heads = getattr(config, name, 1)
+        check(
+            tuning.divides_groups(heads, H, HV),
+            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
+        )
+
+
+def check_divides(name: str, size: int, count: int, what: str) -> None:
+    """Check that a tile size of a stage divides what it cuts, which has no rest."""
+    check(count % size == 0, f"`config.{name}` must divide {count} {what}; got {size}.")
+
+
 def check_packed(cu_seqlens, B: int) -> None:
     """Check the shape and the type of the boundaries of a packed batch; None passes."""
     if cu_seqlens is None:
@@ -358,6 +401,14 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
     check(
         number and int(block_size) > 0 and int(block_size) % (chunk_size or 1) == 0,
         f"`block_size` must be {rule}{when_built(block_size)}; got {shown(block_size)}.",
+    )
+
+
+def check_sharding(sharding: Any) -> None:
+    """Check the type of a user's `sharding`."""
+    check(
+        sharding is None or isinstance(sharding, NamedSharding | PartitionSpec),
+        f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
     )
 
 

@@ -216,11 +216,11 @@ Args:
     from cu_seqlens[N] on are padding and give zeros. The values are checked outside of jit only.
   chunk_size: C, one of 16, 32, 64, 128, or None for 64; static. The stages of a chain must agree.
   implementation: "pallas" (TPU kernel, interpreted elsewhere), "xla" (plain JAX), None (the best for the backend).
-  config: tile sizes of the kernel.
+  config: tile sizes of the kernel, which divide what it cuts; "xla" has none. None for the best.
 
 Raises:
   ValueError: an argument has the wrong rank, shape or type, or a static argument is traced.
-  NotImplementedError: `implementation` is one that only whole operators have.
+  NotImplementedError: `implementation` is one that only whole operators have, or "xla" with a `config`.
 """
 
 KINDS = {"chunk": CHUNK, "recurrent": RECURRENT, "ragged": RAGGED}

@@ -172,10 +172,7 @@ def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
             if explicit
             else (None, None)
         )
-    checks.check(
-        isinstance(sharding, NamedSharding | PartitionSpec),
-        f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
-    )
+    checks.check_sharding(sharding)
     if isinstance(sharding, NamedSharding):
         # Under a shard_map of the caller, the mesh of the context says which axes are manual already.
         mesh, spec = sharding.mesh if context.empty else context, sharding.spec

@@ -107,11 +107,13 @@ def make_pool(
       A StatePool.
 
     Raises:
-      ValueError: a size is not a positive number, the type is not one of these, or H does not divide HV.
+      ValueError: a size is not a whole number above 0, the type is not one of these, or H does not divide HV.
     """
     H = HV if H is None else H
     for name, size in dict(slots=slots, HV=HV, K=K, V=V, H=H).items():
-        checks.check(_is_count(size) and size > 0, f"`{name}` must be a positive number; got {checks.shown(size)}.")
+        checks.check(
+            _is_count(size) and size > 0, f"`{name}` must be a whole number above 0; got {checks.shown(size)}."
+        )
     fits = _is_count(replay) and replay >= 0
     checks.check(fits, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}.")
     most = checks.MOST_COUNTED
