@@ -15,7 +15,6 @@ from rich.console import Console
 
 from benchmarks import (
     accuracy,
-    bench,
     decode_mixer,
     figures,
     gpu,
@@ -40,12 +39,11 @@ from chunkwise.command.tables import make_console, make_progress, make_table
 from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.chips import CHIPS
 
-TEXT = {"case", "stage", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "figure", "failed"}
-TEXT |= {"task", "version", "source", "split", "topology", "scan", "collectives", "mixture", "program"}
-TEXT |= {"traced", "file"}
+TEXT = {"case", "pass", "dtype", "implementation", "chip", "sweep", "operator", "form", "failed", "task", "topology"}
+TEXT |= {"collectives", "mixture", "program", "traced", "file"}
 # The fields that identify a row.
-NAMES = ("case", "stage", "T", "pass", "dtype", "implementation", "devices", "chip", "sweep", "operator", "form")
-NAMES += ("point", "split", "topology", "scan", "mixture", "task", "program")
+NAMES = ("case", "T", "pass", "dtype", "implementation", "devices", "chip", "sweep", "operator", "form", "point")
+NAMES += ("topology", "mixture", "task", "program")
 SWEEPS = {"gate": "gate strength", "keys": "repeated keys"}
 # The file in which `gpu` saves the rows of all programs.
 GPU_RESULT = Path(__file__).parent.parent / "docs/data/gpu-h100.json"
@@ -99,8 +97,6 @@ def parse(arguments=None) -> argparse.Namespace:
     )
     one.add_argument("--chip", action="append", choices=list(CHIPS))
     one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
-    one = commands.add_parser("bench", parents=[saved], help="KDA at the shapes of a public bench, beside its times")
-    one.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
     one = commands.add_parser("production", parents=[saved], help="errors on inputs that broke others")
     one.add_argument("--case", action="append", choices=list(production.REPORTS), help="may be repeated")
     one = commands.add_parser("jaxbench", parents=[saved], help="our programs for JAXBench: its check, and estimates")
@@ -115,7 +111,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("file", type=Path, nargs="*", help="all files of docs/data if none is named")
     one = commands.add_parser("pages", help="compare the figures of pages and packages with docs/data")
     one.add_argument("--write", action="store_true", help="write them instead")
-    one = commands.add_parser("plot", help="a PNG of a saved result")
+    one = commands.add_parser("plot", help="a PNG of the errors that `accuracy` saved")
     one.add_argument("result", type=Path)
     one.add_argument("output", type=Path)
     return parser.parse_args(arguments)
@@ -178,10 +174,6 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
                 about = decode_mixer.MIXERS[case], step.MIXTURES[mixture], chip, options.timeout
                 label = {"case": case, "mixture": mixture, "chip": chip}
                 yield f"{case}, {mixture}, {chip}", label, one(decode_mixer.estimate, *about)
-    elif options.command == "bench":
-        for sequences, T in bench.PUBLISHED_MS:
-            run = several(bench.measure, sequences, T, options.timeout)
-            yield f"{sequences} x {T}", {"sequences": sequences, "T": T}, run
     elif options.command == "production":
         for name in options.case or production.REPORTS:
             yield name, {"case": name}, several(production.measure, name)
@@ -238,8 +230,7 @@ def main(arguments=None) -> int:
     if options.command == "pages":
         return figures.main(options.write) | shipped.main(options.write)
     if options.command == "plot":
-        saved = json.loads(options.result.read_text())
-        plots.draw(saved["command"], saved["rows"], options.output)
+        plots.draw(json.loads(options.result.read_text())["rows"], options.output)
         return 0
     if options.command == "gpu":
         gpu_compiler.setup()

@@ -24,7 +24,7 @@ from chunkwise.shared.kernels.packed import packing
 Turns = Callable[[str, regions.Loop], tuple[int, list[int]] | None]
 
 
-def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, list[int]]:
+def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
     """Return the grid steps of a launch for one block of heads, and how many of them run each of its regions.
 
     Regions are in the order of the kernel's text.
@@ -33,7 +33,6 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
       case: the layer.
       kind: "fwd", "states" or "bwd".
       C: tokens of a chunk.
-      promised: whether a bound promises that no gate is strong.
     """
     chunks, cu_seqlens = 1, case.boundaries(case.T)
     if not case.table.delta:
@@ -45,7 +44,7 @@ def turns(case: Layer, kind: str, C: int, promised: bool = False) -> tuple[int, 
     step = np.arange(num_chunks(case.T, block) if table is None else table.shape[1])
     at = lambda n: Span(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
     if case.table.delta:
-        second = () if promised or kind == "bwd" else second_path(case, C)
+        second = () if kind == "bwd" else second_path(case, C)
         steps, runs = delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)
     else:
         steps, runs = len(step), gla_runs(at(step), block, C, kind, cu_seqlens is not None)

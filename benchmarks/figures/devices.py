@@ -11,6 +11,11 @@ from chunkwise.shared.chips import CHIPS
 GOAL = 0.45
 # What one of the four ports of a v6e sends in TB/s: Google states 800 GB/s in both directions together for a chip.
 LINK_TB_S = 0.1
+# Cells of a row of several devices, beside the row of one device.
+BUNDLES, MS = (tables.beside(("alone", "divided"), x) for x in (tables.count("bundles"), tables.fixed("estimate_ms")))
+HEADS = tables.of("divided", lambda row: str(CASES[row["case"]].HV))
+MORE = tables.of("divided", lambda row: tables.percent(row["to_one_device"] - 1))
+COLLECTIVES = tables.of("divided", lambda row: f"{row['collectives']}, {tables.mebibytes(row['sent_mib'])}")
 
 
 def divided(*names: str) -> list[dict]:
@@ -34,9 +39,7 @@ def scale_v5p() -> str:
         "of these, the map": tables.of("divided", tables.count("summary_bundles")),
         "more": lambda row: tables.percent(row["divided"]["bundles"] / row["alone"]["bundles"] - 1),
         "memory, alone / divided, MiB": lambda row: f"{mib(row['alone'])} / {mib(row['divided'])}",
-        "collectives, MiB sent": tables.of(
-            "divided", lambda row: f"{row['collectives']}, {tables.mebibytes(row['sent_mib'])}"
-        ),
+        "collectives, MiB sent": COLLECTIVES,
     }
     return tables.table(divided("scale-v5p", "scale-v5p-backward"), columns)
 
@@ -45,15 +48,15 @@ def scale_v5p() -> str:
 def scale_v6e() -> str:
     """Every launch of a divided forward."""
     columns = {
-        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "value heads": HEADS,
         "devices": tables.of("divided", "devices"),
         "bundles alone": tables.of("alone", tables.count("bundles")),
         "the map": tables.of("divided", tables.count("summary_bundles")),
         "the operator behind it": tables.of(
             "divided", lambda row: tables.whole(row["bundles"] - row["summary_bundles"])
         ),
-        "ms": lambda row: " / ".join(tables.decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")),
-        "more": lambda row: tables.percent(row["divided"]["to_one_device"] - 1),
+        "ms": MS,
+        "more": MORE,
     }
     return tables.table(divided("scale-v6e"), columns)
 
@@ -62,18 +65,12 @@ def scale_v6e() -> str:
 def scale_backward() -> str:
     """Both directions of a divided operator."""
     columns = {
-        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "value heads": HEADS,
         "devices": tables.of("divided", "devices"),
-        "bundles, alone / divided": lambda row: " / ".join(
-            tables.whole(row[n]["bundles"]) for n in ("alone", "divided")
-        ),
-        "ms, alone / divided": lambda row: " / ".join(
-            tables.decimals(row[n]["estimate_ms"]) for n in ("alone", "divided")
-        ),
-        "more": lambda row: tables.percent(row["divided"]["to_one_device"] - 1),
-        "collectives, MiB sent": tables.of(
-            "divided", lambda row: f"{row['collectives']}, {tables.mebibytes(row['sent_mib'])}"
-        ),
+        "bundles, alone / divided": BUNDLES,
+        "ms, alone / divided": MS,
+        "more": MORE,
+        "collectives, MiB sent": COLLECTIVES,
     }
     return tables.table(divided("scale-v6e-backward"), columns)
 
@@ -100,7 +97,7 @@ def ways() -> str:
 
     at = lambda way: tables.of("divided", lambda row: way(CASES[row["case"]], row["devices"], row["topology"]))
     columns = {
-        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "value heads": HEADS,
         "devices": tables.of("divided", "devices"),
         "alone, ms": tables.of("alone", tables.fixed("estimate_ms")),
         "maps, ms, MiB sent": tables.of(
@@ -154,11 +151,11 @@ def scale_added() -> str:
     """The cost that dividing tokens over 4 devices adds to the other operators."""
     columns = {
         "operator": tables.of("divided", lambda row: tables.TITLES[CASES[row["case"]].operator]),
-        "value heads": tables.of("divided", lambda row: str(CASES[row["case"]].HV)),
+        "value heads": HEADS,
         "pass": tables.of("divided", tables.way),
-        "bundles, alone / divided": tables.beside(("alone", "divided"), tables.count("bundles")),
-        "ms, alone / divided": tables.beside(("alone", "divided"), tables.fixed("estimate_ms")),
-        "more": lambda row: tables.percent(row["divided"]["to_one_device"] - 1),
+        "bundles, alone / divided": BUNDLES,
+        "ms, alone / divided": MS,
+        "more": MORE,
         "MiB sent": tables.of("divided", tables.memory("sent_mib")),
     }
     return tables.table(divided("scale-v6e-others"), columns)

@@ -181,7 +181,6 @@ def test_turns_that_run_the_regions_of_packed_batches():
     # empty alone. A forward has no branch where a sequence starts; one of a gate for every channel has a second path.
     assert turns(delta(2), "fwd", 64) == turns(delta(2), "states", 64) == (7, [1, 6, 1, 5])
     assert turns(kda(2), "fwd", 64) == (7, [1, *[0] * 9, 6, 1, 5, *[0] * 9])
-    assert turns(kda(2), "fwd", 64, promised=True) == (7, [1, 6, 1, 5])
     for case in (delta(2), kda(2)):
         assert turns(case, "bwd", 64) == (6, [3, 2, 4, 1, 3])
     assert turns(delta(0), "fwd", 64) == (5, [])
