@@ -76,7 +76,7 @@ def second_path(case: Layer, C: int, chunks: int = 1) -> tuple[int, ...]:
 
 def piece_chunks(case: Layer, T: int, sequences: int, C: int) -> tuple[int, int]:
     """Return the chunks of a piece of a delta rule's forward, and the stages of its kernel."""
-    chunks = tuning.piece_chunks(T // C, sequences, config_of(case, C).chunks)
+    chunks = tuning.piece_chunks(T // C, sequences, config_of(case, C).chunks, over_pool=True)
     return chunks, 3 if chunks > 1 and not has_second_path(case) else 2
 
 

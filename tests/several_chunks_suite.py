@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared import tuning
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.testing import inputs
 from tests import pool_suite
@@ -70,7 +69,6 @@ class Kernel(NamedTuple):
             np.testing.assert_array_equal(found[first], expected[first])
             assert np.isnan(found).any()
 
-    def assert_prefills(self, monkeypatch, operator: Operator, x, dtype) -> None:
+    def assert_prefills(self, operator: Operator, x, dtype) -> None:
         """Compare prefills over a pool of this type, in pieces of two chunks, with the float64 recurrence."""
-        monkeypatch.setattr(tuning, "piece_chunks", lambda chunks, sequences, most: most)
         pool_suite.assert_prefills(operator, x, dtype, chunk_size=16, config=self.config(2))

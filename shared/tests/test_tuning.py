@@ -16,6 +16,7 @@ from chunkwise.shared.tuning import (
     injected_orders,
     largest_divisor,
     pick_heads,
+    piece_chunks,
 )
 
 
@@ -49,6 +50,12 @@ def test_pick_heads():
     assert pick_heads(32, 16, 10, most=8, budget=25) == 2
     assert pick_heads(32, 16, 100, most=8, budget=25) == 1
     assert [largest_divisor(12, most) for most in (1, 5, 7, 100)] == [1, 4, 6, 12]
+
+
+def test_piece_chunks():
+    """More chunks for longer sequences; of a serving step, most sequences are decodes."""
+    assert [piece_chunks(n, 2, 8) for n in (7, 8, 31, 32)] == [1, 2, 2, 4]
+    assert [piece_chunks(n, 34, 8, over_pool=True) for n in (3, 4, 271, 272)] == [1, 2, 2, 4]
 
 
 def test_chips():

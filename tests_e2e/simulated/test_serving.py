@@ -13,7 +13,6 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda_record
 from chunkwise.pipeline import operators
-from chunkwise.shared import tuning
 from chunkwise.shared.testing import compare, inputs, oracle
 from chunkwise.two_keys import operator as two_keys
 from tests import engine, pool_suite, ragged_suite
@@ -110,8 +109,7 @@ def test_prefills(operator, blocks, cores):
 @pytest.mark.parametrize(("operator", "config", "cores"), [
     ("gated_delta_rule", fused_gdn.Config(2, 2, 2), 1), ("kda", kda.Config(2, 2, 2), 2),
 ])  # fmt: skip
-def test_prefills_in_pieces_of_two_chunks(operator, config, cores, monkeypatch):
-    monkeypatch.setattr(tuning, "piece_chunks", lambda chunks, sequences, most: most)
+def test_prefills_in_pieces_of_two_chunks(operator, config, cores):
     x = operators.operator_inputs(operators.OPERATORS[f"chunk_{operator}"], 1, pool_suite.PREFILL_TOKENS, 1, 2, K, V)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, chunk_size=16, config=config)
 

@@ -53,6 +53,6 @@ def test_packed_sequences(dtype):
     KERNEL.assert_packed(make_inputs(1, 208, 1, 2, 24, 40, dtype=dtype, num_states=3))
 
 
-def test_prefills(monkeypatch):
+def test_prefills():
     x = make_inputs(1, pool_suite.PREFILL_TOKENS, 1, 2, 24, 40)
-    KERNEL.assert_prefills(monkeypatch, OPERATOR, x, jnp.bfloat16)
+    KERNEL.assert_prefills(OPERATOR, x, jnp.bfloat16)

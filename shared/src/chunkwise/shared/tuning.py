@@ -98,7 +98,7 @@ def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 
     return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
 
 
-def piece_chunks(chunks: int, sequences: int, most: int) -> int:
+def piece_chunks(chunks: int, sequences: int, most: int, over_pool: bool = False) -> int:
     """Return the chunks of a piece of a packed sequence with a state, in a forward that keeps nothing for a backward.
 
     A sequence pays for all chunks of its first and its last piece, so pieces are small where it may be short.
@@ -107,8 +107,10 @@ def piece_chunks(chunks: int, sequences: int, most: int) -> int:
       chunks: of all tokens.
       sequences: how many share these tokens; some may have none.
       most: the most chunks of a grid step.
+      over_pool: whether the sequences are of a serving step: most of them are decodes, which have no pieces.
     """
-    return min(most, 4 if chunks >= max(32, 8 * sequences) else 2 if chunks >= max(4, 4 * sequences) else 1)
+    two = 4 if over_pool else max(4, 4 * sequences)
+    return min(most, 4 if chunks >= max(32, 8 * sequences) else 2 if chunks >= two else 1)
 
 
 def divides_groups(heads: int, H: int, HV: int) -> bool:

@@ -155,7 +155,7 @@ def _vary_alike(tree):
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(tree)), tree)
 
 
-def _without_residuals(kernels: Kernels, static, block_size: int | None = None):
+def _without_residuals(kernels: Kernels, static, block_size: int | None = None, over_pool: bool = False):
     """Return the static description of a launch where only the output and states are requested.
 
     States after blocks of tokens end pieces, too, so a piece has no more tokens than a block.
@@ -163,7 +163,7 @@ def _without_residuals(kernels: Kernels, static, block_size: int | None = None):
     if not (kernels.several_chunks and static.varlen):
         return static
     most = static.config.chunks if block_size is None else min(static.config.chunks, block_size // static.C)
-    return static.in_spans_of(tuning.piece_chunks(static.T // static.C, static.N, most))
+    return static.in_spans_of(tuning.piece_chunks(static.T // static.C, static.N, most, over_pool))
 
 
 def _spans(kernels: Kernels, x: Arguments, static) -> Spans:
@@ -304,7 +304,9 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
-    static = _without_residuals(kernels, kernels.static_for(x, options, frozenset()), options.block_size)
+    static = _without_residuals(
+        kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True
+    )
     spans = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
     assert spans.table is not None
     static = replace(static, listed=spans.table.shape[1])
