@@ -104,7 +104,9 @@ def _grid_step(
     n, order = len(parts), "xm"
     if passes:
         stages["p"] = schedule.software_pipeline(_pass_chunks(refs, prev, part, s, static) for part in s.split(PASSED))
-        order = "xpm" + "xpmp" * 2 + "pmp" * (n - 2) + "xp" * 2 + "fp" * n if inverts else "m" + "mpfp" * n
+        # With 4 to 8 heads it is faster to begin with the state, with fewer or more to begin with the inverse.
+        first, last = ("pxpxpmpxpm", "xpmxp") if 4 <= s.heads <= 8 else ("xpmxpmpxpmp", "xpxp")
+        order = first + "pmp" * (n - 2) + last + "fp" * n if inverts else "m" + "mpfp" * n
     if inverts:
         inverted = every.split(INVERTED)
         stages["x"] = inverting = _together([_invert(refs, heads, k.dtype, inverses) for heads in inverted])
