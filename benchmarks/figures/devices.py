@@ -147,6 +147,17 @@ def fills() -> str:
 
 
 @tables.block
+def limit() -> str:
+    """What a forward takes on a unit by itself, for all chunks of 8,192 tokens."""
+    row = next(row for row in tables.rows_of("units-v6e") if row["launch"] == "the operator alone")
+    alone = lambda key, slots: tables.whole(round(row[key] * 8192 / 64 / slots))
+    return (
+        f"With two bfloat16 parts the vector unit alone needs {alone('VALU', 4)} bundles for the forward of\n"
+        f"Qwen3-Next on v6e, and the matrix unit {alone('MATMUL', 2)}: the limit of this algorithm."
+    )
+
+
+@tables.block
 def scale_added() -> str:
     """The cost that dividing tokens over 4 devices adds to the other operators."""
     columns = {

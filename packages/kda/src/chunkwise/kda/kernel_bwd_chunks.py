@@ -7,6 +7,7 @@ them. Both are computed for a group of chunks at once, as if they were more head
 Every row of the batch is one sequence here.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -65,7 +66,15 @@ def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
         refs = refs._replace(dstate=refs.dh0)
     span = chunk_loop.current_span_backwards(None, static)
     chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(span))
-    chunks, views = chunk_loop.chunks_of(span, static), loads.of_chunks(refs, static, static.config.heads_bwd)
+    chunks = chunk_loop.chunks_of(span, static)
+    for view, chunk in zip(loads.of_chunks(refs, static, static.config.heads_bwd), chunks, strict=True):
+        kernel_bwd.store_gates(view, chunk.valid, static)
+    kernel_bwd.run_by_gates(refs, static, functools.partial(_grid_step, chunks))
+
+
+def _grid_step(chunks: list[chunk_loop.StageChunk], refs: kernel_bwd.KdaBwdRefs, static: KdaStatic) -> None:
+    """Run a grid step, whose gates are in scratch memory."""
+    views = loads.of_chunks(refs, static, static.config.heads_bwd)
     size, groups = max(1, GROUP // static.config.heads_bwd), []
 
     def prepare() -> Iterator[None]:
