@@ -176,6 +176,18 @@ def test_unknown_kernel():
         cli.main(["check", "--kernel", "softmax"])
 
 
+def test_a_path_that_cannot_be_written(tmp_path):
+    """It is an error at once, not after the minutes of a check or a demo."""
+    file = tmp_path / "file"
+    file.touch()
+    for path, arguments in (
+        (tmp_path, ["report", "--output", str(tmp_path)]),
+        (file / "demo.png", ["demo", "--output", str(file)]),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(f"`--output` must be a path that can be written; got {path}: ")):
+            cli.main(arguments)
+
+
 def test_info(capsys):
     assert cli.main(["info"]) == 0
     printed = capsys.readouterr().out

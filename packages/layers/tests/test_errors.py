@@ -146,6 +146,8 @@ def test_configs_describe_their_sizes(kind):
             "`cache` must be of 2 sequences, as `x` is; got one of 3",
         ),
         (dict(implementation="pallas"), "`implementation` must be"),
+        (dict(output_cache=1), "`output_cache` must be True or False, known when the program is built; got 1"),
+        (dict(sharding="x"), "`sharding` must be None, a NamedSharding or a PartitionSpec; got str"),
         (dict(padding_id=True), "`padding_id` must be a whole number; got True"),
     ],
 )
@@ -203,6 +205,37 @@ def test_help_shows_the_call(weights):
     y, cache = eval(example.partition(" = ")[2], named)
     assert (y.shape, cache.state.shape) == (X.shape, (2, 4, 4, 4))
     assert "y, pool = ragged_gated_delta_net(x, weights, config, pool, step)" in inspect.getdoc(ragged_gated_delta_net)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: empty_cache(CONFIG, 1.5), "`N` must be a whole number above 0; got 1.5."),
+        (lambda: empty_cache(CONFIG, 2, jnp.int8), "`dtype` must be one of ('float32', 'bfloat16', 'float16'); got "),
+        (lambda: empty_cache(CONFIG, 2, state_dtype=jnp.int8), "`state_dtype` must be one of ('float32', "),
+        (lambda: layers.empty_pool(CONFIG, 2, state_dtype="x"), "`state_dtype` must be one of ('float32', "),
+        (lambda: layers.empty_pool(CONFIG, 2, decode_tokens=0), "`decode_tokens` must be a whole number above 0; got "),
+        (lambda: init_gated_delta_net(jax.random.key(0), CONFIG, "int4"), "`dtype` must be one of ('float32', "),
+    ],
+)
+def test_sizes_and_types(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_calls_of_caches_and_weights(weights):
+    """The example in the help of each function runs after the examples of those before it."""
+    mesh = jax.make_mesh((1,), ("heads",))
+    named = vars(layers) | dict(config=CONFIG, weights=weights, mesh=mesh, slots=jnp.arange(2), jax=jax, jnp=jnp)
+    for name in (
+        "empty_cache", "empty_pool", "read_cache", "write_cache", "cache_to_bytes", "cache_from_bytes", "shardings",
+        "place", "init_gated_delta_net",
+    ):  # fmt: skip
+        call = re.search(r"The call is::\n\n    (.*)\n", inspect.getdoc(getattr(layers, name)))
+        assert f"{name}(" in call[1]
+        exec(call[1], named)
+    assert named["pool"].state.replay == 16
+    assert named["weights"].q.shape == weights.q.shape
 
 
 def test_every_public_name_is_documented():

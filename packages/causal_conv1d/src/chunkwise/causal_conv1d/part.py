@@ -11,7 +11,7 @@ from jax import lax
 from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import context, kernel, sequences, slot_kernel, vjp, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import arguments, checks, faults
+from chunkwise.shared.call import arguments, checks, configs, faults
 from chunkwise.shared.kernels import chunking, derivatives
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import devices, partition
@@ -103,7 +103,7 @@ def _check_sequences(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, Conv
     checks.check_activation(options.activation)
     checks.check_flags(output_final_state=options.output_final_state)
     config = options.config
-    options = replace(options, implementation=checks.choose_stage(options.implementation, config, tiles))
+    options = replace(options, implementation=configs.choose_stage(options.implementation, config, tiles))
     fits = config is None or config.tokens % 16 == config.channels % 128 == 0
     checks.check(fits, f"`config` must have multiples of 16 tokens and of 128 channels; got {config}.")
     final = (x if state is None else state).dtype if options.output_final_state else None

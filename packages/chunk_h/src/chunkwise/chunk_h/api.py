@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from chunkwise.chunk_h import config as tiles
 from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, docstrings, unknown_arguments
+from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, derivatives
 
 
@@ -153,9 +153,9 @@ def _states(x: ChunkHArrays, output_final_state, chunk_size, implementation, con
     x = x._replace(cu_seqlens=checks.check_cu_seqlens(x.cu_seqlens, B, T))
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     checks.check_initial_state(x.initial_state, (N, HV, K, V))
-    implementation = checks.choose_stage(implementation, config, tiles)
+    implementation = configs.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, C, K, V, x.g_cum is not None and x.g_cum.ndim == 4)
-    checks.check_blocks(config, H, HV)
+    configs.check_blocks(config, H, HV)
     return _run(x, C, bool(output_final_state), implementation, config)
 
 

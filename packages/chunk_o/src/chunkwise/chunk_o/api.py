@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from chunkwise.chunk_o import config as tiles
 from chunkwise.chunk_o import kernel, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, docstrings, unknown_arguments
+from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, derivatives, gating, launcher
 
 
@@ -64,9 +64,9 @@ def chunk_fwd_o(
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
     NT = chunking.num_chunks(T, C, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     checks.check_array("h", h, "B NT HV K V", (B, NT, HV, K, V))
-    implementation = checks.choose_stage(implementation, config, tiles)
+    implementation = configs.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
-    checks.check_blocks(config, H, HV)
+    configs.check_blocks(config, H, HV)
     scale = K**-0.5 if scale is None else scale
     inside, after = launcher.split_scale(scale) if implementation == "pallas" else (scale, None)
     o = _run(q, k, v, h, g_cum, g_gamma, inside, cu_seqlens, C, implementation, config)

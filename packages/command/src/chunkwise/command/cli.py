@@ -1,11 +1,13 @@
 """The command `chunkwise`: `chunkwise demo`, `chunkwise check`, `chunkwise info` and `chunkwise report`."""
 
 import argparse
+import errno
 import json
 import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -67,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--output", type=Path, default=Path("demo_output"), help="the folder of the picture, demo.png (demo_output)"
     )
-    command.set_defaults(run=lambda options, console: demo.run(options.output, console))
+    command.set_defaults(run=run_demo)
     return parser
 
 
@@ -137,12 +139,30 @@ def run_report(options: argparse.Namespace, console: Console) -> int:
     """Check the kernels quickly, time the models, and write the results of both."""
     if options.samples < 1:
         raise SystemExit(f"`--samples` must be at least 1; got {options.samples}.")
+    check_output(options.output, options.output.parent)
     small = jax.default_backend() == "cpu" if options.small is None else options.small
     started = time.perf_counter(), time.process_time()
     checked = [as_json(row) for row in check_all(options.kernel, interpret=False, quick=True, lines=console)]
     code = report.run(checked, options.case or list(models.MODELS), small, options.samples, options.output, console)
     console.print(f"It took {tables.took(*started)}.")
     return code
+
+
+def run_demo(options: argparse.Namespace, console: Console) -> int:
+    """Run the demo, and draw its picture into a folder."""
+    check_output(options.output / "demo.png", options.output)
+    return demo.run(options.output, console)
+
+
+def check_output(file: Path, folder: Path) -> None:
+    """Make the folder of a file, and exit where the file cannot be written, before minutes are spent on its content."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(f"`--output` must be a path that can be written; got {file}: {error.strerror}.") from None
 
 
 def batched(checks: list[check.Check], size: int) -> Iterator[list[check.Check]]:

@@ -280,7 +280,6 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
     # Without the cache, because a program from another run's cache would not show the time of compiling.
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    output.parent.mkdir(parents=True, exist_ok=True)
 
     def write():
         found = about | {"check": checked, "times": rows}

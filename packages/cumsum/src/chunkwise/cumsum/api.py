@@ -5,7 +5,7 @@ import jax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import vjp
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, docstrings, unknown_arguments
+from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 
 
 @unknown_arguments.explained
@@ -51,5 +51,5 @@ def chunk_local_cumsum(
     checks.check_flags(reverse=reverse)
     chunk_size = checks.choose_chunk_size(chunk_size)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, *shape[:2])
-    implementation = checks.choose_stage(implementation, config, tiles)
+    implementation = configs.choose_stage(implementation, config, tiles)
     return vjp.cumsum(*compat.vary_alike(g, cu_seqlens), chunk_size, bool(reverse), implementation, config)

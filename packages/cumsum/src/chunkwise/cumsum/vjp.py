@@ -14,7 +14,7 @@ from jax import lax
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel
 from chunkwise.cumsum import xla as plain
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import configs
 from chunkwise.shared.kernels import chunking, derivatives
 
 
@@ -47,8 +47,8 @@ def _sum(g, cu_seqlens, C: int, reverse: bool, config: tiles.Config | None, *, x
 
 
 def _checked(config: tiles.Config, NC: int, C: int, gates: int) -> tiles.Config:
-    checks.check_divides("chunks", config.chunks, NC, "chunks")
-    checks.check_divides("lanes", config.lanes, gates, "gates of a token")
+    configs.check_divides("chunks", config.chunks, NC, "chunks")
+    configs.check_divides("lanes", config.lanes, gates, "gates of a token")
     return config
 
 

@@ -5,7 +5,6 @@ The first of n tokens has the gate, and the last one has the query.
 
 import dataclasses
 import functools
-import numbers
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax
 from chunkwise.fused_gdn import config
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.shared import compat, composition
-from chunkwise.shared.call import checks, signature
+from chunkwise.shared.call import checks, configs, signature
 from chunkwise.shared.call.arguments import Arguments, Options
 
 # It has the implementations of the gated delta rule. Its tensors are checked before they become those of n tokens.
@@ -38,11 +37,8 @@ ragged = functools.partial(_run, "ragged")
 
 def check(x: Arguments, options: Options, n: Any) -> Arguments:
     """Check the tensors; return them with the shapes of keys and values of one step, and with zeros for no gate."""
-    checks.check(
-        isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 1,
-        f"`num_householder` must be a whole number above 0{checks.when_built(n)}; got {checks.shown(n)}.",
-    )
-    checks.check_config(options.config, config)
+    checks.check_size("num_householder", n)
+    configs.check_config(options.config, config)
     B, T, H, K = checks.check_array("q", x.q, "B T H K")
     checks.check_array("k", x.k, "B T*n H K", (B, T * n, H, K))
     HV, V = checks.check_array("v", x.v, "B T*n HV V", (B, T * n, None, None))[2:]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, xla
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
@@ -16,7 +16,7 @@ from chunkwise.shared.plain import state_map
 
 def check(x: Arguments, options: Options) -> None:
     """Check the tensors of the operator, and the tile sizes."""
-    checks.check_config(options.config, config)
+    configs.check_config(options.config, config)
     checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared import tuning
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import Implementation, plain, with_chunk_size
@@ -24,7 +24,7 @@ def check(x: Arguments, options: Options) -> None:
     if x.g_gamma is not None:
         checks.check_array("g_gamma", x.g_gamma, "HV", (HV,))
     checks.check_packed(x.cu_seqlens, B)
-    checks.check_config(options.config, config)
+    configs.check_config(options.config, config)
 
 
 def _check_by_channel(x: Arguments, options: Options) -> None:
@@ -65,7 +65,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     H, HV = x.q.shape[2], x.v.shape[2]
     sizes = options.config or _default_config(x, options)
     assert sizes is not None
-    checks.check_blocks(sizes, H, HV)
+    configs.check_blocks(sizes, H, HV)
     return sizes
 
 

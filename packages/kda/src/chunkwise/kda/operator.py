@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.call import checks, gates
+from chunkwise.shared.call import checks, configs, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
@@ -26,7 +26,7 @@ def check(x: Arguments, options: Options) -> None:
 
 def check_options(options: Options) -> None:
     """Check the promise about gates, and the tile sizes."""
-    checks.check_config(options.config, config)
+    configs.check_config(options.config, config)
     bound = options.min_gate
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
@@ -42,7 +42,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
         H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize,
         gates=(x.b is not None) + (x.w is not None),
     )  # fmt: skip
-    checks.check_blocks(sizes, H, HV)
+    configs.check_blocks(sizes, H, HV)
     return sizes
 
 

@@ -7,7 +7,7 @@ import jax
 from chunkwise.kkt import config as tiles
 from chunkwise.kkt import kernel, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, docstrings, unknown_arguments
+from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, derivatives
 
 
@@ -57,9 +57,9 @@ def chunk_scaled_dot_kkt(
         checks.check_array("p", p, "B T HV K", (B, T, HV, K))
     chunk_size = checks.choose_chunk_size(chunk_size)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
-    implementation = checks.choose_stage(implementation, config, tiles)
+    implementation = configs.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, chunk_size, K, k.dtype.itemsize, g_cum is not None and g_cum.ndim == 4)
-    checks.check_blocks(config, H, HV)
+    configs.check_blocks(config, H, HV)
     return _run(k, p, beta, g_cum, cu_seqlens, chunk_size, implementation, config)
 
 

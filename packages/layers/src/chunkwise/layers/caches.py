@@ -38,17 +38,23 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
     Args:
       config: sizes of the layer.
       N: sequences or slots.
-      dtype: the type of the inputs of the convolutions, which they keep. The type of the hidden states holds them
-        exactly.
-      state_dtype: the type of the states, float32, bfloat16 or float16, which they keep. Other types than float32
+      dtype: the type of the inputs of the convolutions, float32, bfloat16 or float16, which they keep. The type of the
+        hidden states holds them exactly.
+      state_dtype: the type of the states, one of the same, which they keep. Other types than float32
         round them after every call.
+
+    Raises:
+      ValueError: N is not a whole number above 0, or a type is not one of these.
     """
     _CONFIG.check(config)
+    checks.check_size("N", N)
+    checks.check_type("state_dtype", state_dtype)
     return Cache(_no_inputs(config, N, dtype), config.empty_state(N, state_dtype))
 
 
 def _no_inputs(config: config.LayerConfig, N: int, dtype) -> tuple[jax.Array, ...]:
     """Return the inputs of convolutions before the first token of N sequences: zeros."""
+    checks.check_type("dtype", dtype)
     return tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
 
 
@@ -75,6 +81,10 @@ def empty_pool(
       replay: tokens of the ring of a slot, 0 for no ring. `gated_delta_product` and `rwkv7_attention` take no ring.
       decode_tokens: over a ring, the most tokens of a decode in any step: the convolutions keep their inputs after each
         of these tokens, [slots * decode_tokens, W - 1, channels].
+
+    Raises:
+      ValueError: a number is not a whole number above 0, or a type is not one of these.
+      NotImplementedError: the state of the layer is not one array, or the layer takes no ring.
     """
     _CONFIG.check(config)
     if not isinstance(config.state_letters, str):
@@ -83,6 +93,8 @@ def empty_pool(
             f"{type(config).__name__}."
         )
     check_ring(config, replay)
+    checks.check_type("state_dtype", state_dtype, state_pool.DTYPES)
+    checks.check_size("decode_tokens", decode_tokens)
     state = state_pool.make_pool(
         slots, config.HV, config.K, config.V, state_dtype, replay=replay, H=config.H, per_channel=config.per_channel
     )
@@ -100,6 +112,10 @@ def check_ring(config: config.LayerConfig, replay: int) -> None:
 
 def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | None = None) -> Cache:
     """Return the content of some slots of a pool as the cache of n sequences, in the form of `empty_cache`.
+
+    The call is::
+
+        cache = read_cache(pool, slots)
 
     This is for requests that move to another pool or machine, and for prefix caches. `write_cache` puts the cache into
     any pool of the same layer, and the layer itself takes it as `cache`.
@@ -130,6 +146,10 @@ def read_cache(pool: Cache, slots: jax.Array, num_accepted_tokens: jax.Array | N
 
 def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
     """Return a pool with the cache of n sequences in some of its slots; the rings of these slots are empty.
+
+    The call is::
+
+        pool = write_cache(pool, slots, cache)
 
     Args:
       pool: a pool of `empty_pool`, of any type, with a ring or without, or of `empty_cache`; donate it.

@@ -25,6 +25,7 @@ def split_heads(sharding: arguments.Sharding | None, heads: int) -> arguments.Sh
     If there are fewer key heads than devices along the axes of value heads, they are split over the first of these
     axes.
     """
+    checks.check_sharding(sharding)
     if sharding is None:
         return None
     spec, mesh = _spec_and_mesh(sharding)

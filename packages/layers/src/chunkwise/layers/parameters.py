@@ -27,7 +27,7 @@ class Initial:
     def __init__(self, key: jax.Array, dtype):
         kind = type(key).__name__
         checks.check(hasattr(key, "dtype"), f"`key` must be a key of `jax.random`, as `jax.random.key(0)`; got {kind}.")
-        self.key, self.dtype = key, dtype
+        self.key, self.dtype = key, checks.check_type("dtype", dtype)
 
     def _next(self) -> jax.Array:
         self.key, key = jax.random.split(self.key)

@@ -113,6 +113,7 @@ class Sequences:
     def _packing(self) -> dict:
         whole = isinstance(self.padding_id, int | np.integer) and not isinstance(self.padding_id, bool)
         checks.check(whole, f"`padding_id` must be a whole number; got {self.padding_id!r}.")
+        checks.check_flags(output_cache=self.output_cache)
         ids = self.segment_ids
         checks.check_library("segment_ids", ids)
         if ids is not None and self.padding_id >= 0:

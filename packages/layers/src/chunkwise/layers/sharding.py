@@ -47,6 +47,10 @@ def shardings(
 ) -> Shardings:
     """Return how a layer is divided over a mesh: rows of the batch, tokens, and heads.
 
+    The call is::
+
+        on = shardings(config, {"batch": "rows", "heads": "heads"})
+
     Heads divide projections, convolutions, decays and states, as in tensor parallelism, and the last product is a sum
     over the devices of heads. Tokens divide sequences, as in context parallelism; the convolution and the operator
     exchange the inputs and states that they need.
@@ -72,6 +76,10 @@ def shardings(
 
 def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     """Return a tree of arrays, JAX's or numpy's, laid on a mesh.
+
+    The call is::
+
+        weights = place(weights, mesh, shardings(config, {"heads": "heads"}).weights)
 
     An array goes to its devices part by part, so no device holds the whole of an array that is divided.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from chunkwise.norm_gated import config as tiles
 from chunkwise.norm_gated import tile, vjp, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import arguments, checks, unknown_arguments
+from chunkwise.shared.call import arguments, checks, configs, unknown_arguments
 from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import partition
@@ -102,7 +102,7 @@ def _check(arrays: partition.Arrays, options: NormOptions) -> tuple[partition.Ar
     checks.check(
         number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     )
-    implementation = checks.choose_stage(options.implementation, options.config, tiles)
+    implementation = configs.choose_stage(options.implementation, options.config, tiles)
     if (config := options.config) is not None:
         groups = _groups(shape)
         fits = config.strip % 16 == config.rows % config.strip == groups % config.groups == 0

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared import tuning
-from chunkwise.shared.call import checks, docstrings, unknown_arguments
+from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, derivatives
 from chunkwise.solve_tril import config as tiles
 from chunkwise.solve_tril import kernel, xla
@@ -50,7 +50,7 @@ def solve_tril(
     if A_inv is not None:
         checks.check_array("A_inv", A_inv, "B T HV C", A.shape)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
-    implementation = checks.choose_stage(implementation, config, tiles)
+    implementation = configs.choose_stage(implementation, config, tiles)
     return _run(A, cu_seqlens, A_inv, implementation, config)
 
 
@@ -66,7 +66,7 @@ def _run(A, cu_seqlens, A_inv, implementation, config):
     if implementation == "pallas":
         matrices = derivatives.of_kernel("solve_tril", matrices)
         config = config or tiles.default_for(chunks.NC, HV, C)
-        checks.check_divides("matrices", config.matrices, len(matrices), "matrices, one for a chunk and head")
+        configs.check_divides("matrices", config.matrices, len(matrices), "matrices, one for a chunk and head")
         A_inv = kernel.solve(matrices, known, config)
     else:
         A_inv = xla.inverse(matrices) if known is None else xla.known_inverse(matrices, known)

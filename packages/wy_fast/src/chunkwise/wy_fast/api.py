@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared import compat, tuning
-from chunkwise.shared.call import checks, docstrings, unknown_arguments
+from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, derivatives, gating
 from chunkwise.wy_fast import config as tiles
 from chunkwise.wy_fast import kernel, xla
@@ -59,9 +59,9 @@ def recompute_w_u(
     )
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
     cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
-    implementation = checks.choose_stage(implementation, config, tiles)
+    implementation = configs.choose_stage(implementation, config, tiles)
     config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
-    checks.check_blocks(config, H, HV)
+    configs.check_blocks(config, H, HV)
     return _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config)
 
 

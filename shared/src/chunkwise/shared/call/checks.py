@@ -57,6 +57,23 @@ def check_floating(name: str, x, label: str) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def check_type(name: str, dtype, known: Iterable[Any] = _FLOATS) -> Any:
+    """Return the type of numbers that an argument names, which must be one of those that are known."""
+    names = tuple(jnp.dtype(t).name for t in known)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    check(found is not None and found.name in names, f"`{name}` must be one of {names}; got {dtype!r}.")
+    return found
+
+
+def check_size(name: str, size) -> None:
+    """Check that an argument that is known when the program is built is a whole number above 0."""
+    whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+    check(whole and int(size) > 0, f"`{name}` must be a whole number above 0{when_built(size)}; got {shown(size)}.")
+
+
 def check_activation(activation) -> None:
     """Check the name of an activation; None is the identity."""
     known = activation is None or (isinstance(activation, str) and activation in activations.ACTIVATIONS)
@@ -191,48 +208,6 @@ def choose_implementation(implementation: str | None, known: tuple[str, ...], on
         f"`implementation` must be None or one of {known}; got {implementation!r}.",
     )
     return implementation or (on_tpu if jax.default_backend() == "tpu" else "xla")
-
-
-def choose_stage(implementation: str | None, config, tiles) -> str:
-    """Return the implementation of a stage to run; tile sizes, see `check_config`, ask for the kernel.
-
-    Raises:
-      ValueError: there is no implementation of this name, or `config` is wrong.
-      NotImplementedError: the implementation does not read `config`, or is one of whole operators.
-    """
-    check_config(config, tiles)
-    chosen = choose_implementation(implementation, ("pallas", "xla"), on_tpu="pallas")
-    if config is not None and implementation == "xla":
-        raise NotImplementedError(f'"xla" does not read `config`; got {config}.')
-    return chosen if config is None else "pallas"
-
-
-def check_config(config, tiles) -> None:
-    """Check that tile sizes are None, or the `Config` of `tiles`, the module of a package, of whole numbers above 0."""
-    package = tiles.__name__.rpartition(".")[0]
-    right = config is None or isinstance(config, tiles.Config)
-    check(right, f"`config` must be None or a {package}.Config; got {shown(config)}.")
-    for name, size in {} if config is None else vars(config).items():
-        whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-        check(whole and int(size) > 0, f"`config.{name}` must be a whole number above 0; got {shown(size)}.")
-
-
-def check_blocks(config, H: int, HV: int) -> None:
-    """Check that the value heads of a grid step, forward and backward, are whole groups that share a key head, or not.
-
-    Otherwise a group would be cut in two.
-    """
-    for name in ("heads", "heads_bwd"):
-        heads = getattr(config, name, 1)
-        check(
-            tuning.divides_groups(heads, H, HV),
-            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
-        )
-
-
-def check_divides(name: str, size: int, count: int, what: str) -> None:
-    """Check that a tile size of a stage divides what it cuts, which has no rest."""
-    check(count % size == 0, f"`config.{name}` must divide {count} {what}; got {size}.")
 
 
 def check_packed(cu_seqlens, B: int) -> None:

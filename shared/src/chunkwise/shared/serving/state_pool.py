@@ -111,16 +111,14 @@ def make_pool(
     """
     H = HV if H is None else H
     for name, size in dict(slots=slots, HV=HV, K=K, V=V, H=H).items():
-        checks.check(
-            _is_count(size) and size > 0, f"`{name}` must be a whole number above 0; got {checks.shown(size)}."
-        )
+        checks.check_size(name, size)
     fits = _is_count(replay) and replay >= 0
     checks.check(fits, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}.")
     most = checks.MOST_COUNTED
     checks.check(slots <= most, f"`slots` must be at most {most}, which int32 counts; got {slots}.")
     checks.check_heads(H, HV, "HV")
     checks.check_flags(per_channel=per_channel)
-    dtype = _known_type(dtype)
+    dtype = checks.check_type("dtype", dtype, DTYPES)
     scales = jnp.zeros((slots, HV, K), jnp.float32) if dtype == jnp.int8 else None
     pool = StatePool(jnp.zeros((slots, HV, K, V), dtype), scales)
     if not replay:
@@ -162,17 +160,6 @@ def _is_count(size) -> bool:
     return isinstance(size, numbers.Integral) and not isinstance(size, bool)
 
 
-def _known_type(dtype):
-    """Return the numpy dtype of a type of states, which must be one of DTYPES."""
-    names = tuple(jnp.dtype(t).name for t in DTYPES)
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        known = None
-    checks.check(known is not None and known.name in names, f"`dtype` must be one of {names}; got {dtype!r}.")
-    return known
-
-
 def ring_dtype(dtype):
     """Return the type of the keys and writes in the ring of a pool whose states have this type."""
     return jnp.dtype(jnp.bfloat16 if dtype == jnp.int8 else dtype)
@@ -183,7 +170,7 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
     slots = pool.states.shape[0] if getattr(pool.states, "ndim", 0) else 0
     checks.check(slots > 0, f"`states` must hold states [slots, HV, K, V]; got {checks.shown(pool.states)}.")
     checks.check_countable("states", (slots,), "slots")
-    dtype = _known_type(pool.states.dtype)
+    dtype = checks.check_type("states", pool.states.dtype, DTYPES)
     replay = 0 if pool.keys is None else (*getattr(pool.keys, "shape", ()), 0, 0)[1]
     wanted = jax.eval_shape(lambda: make_pool(slots, HV, K, V, dtype, replay=replay, H=H, per_channel=per_channel))
     for field, want, got in zip(StatePool._fields, wanted, pool, strict=True):
