@@ -59,7 +59,7 @@ class ConvOptions(PartOptions):
     activation: str | None
     config: tiles.Config | None = None
     block_size: int | None = None
-    final: Any = None
+    final: jax.Array | None = None
 
 
 def _check_weights(weight, bias, D: int) -> int:

@@ -5,7 +5,7 @@ here all copies are under way at once.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ class SlotRefs(NamedTuple):
       copies: the semaphore of all copies.
     """
 
-    slots: Any
-    pool: Any
-    rows: Any
-    pool_out: Any
-    copies: Any
+    slots: jax.Ref
+    pool: jax.Ref
+    rows: jax.Ref
+    pool_out: jax.Ref
+    copies: jax.Ref
 
 
 def takes(pool: jax.Array) -> bool:

@@ -52,7 +52,7 @@ recurrent = functools.partial(_run, "recurrent")
 ragged = functools.partial(_run, "ragged")
 
 
-def check(names: dict[str, str], tensors: list[Any], cu_seqlens: Any) -> None:
+def check(names: dict[str, str], tensors: list[Any], cu_seqlens: object) -> None:
     """Check the tensors, in the order of `TENSORS`, by the names that the user knows."""
     x = dict(zip(TENSORS, tensors, strict=True))
     B, T, H, K = checks.check_array(names["q"], x["q"], "B T H K")

@@ -269,7 +269,7 @@ def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dic
         _store(refs, values, part.packs_at)
 
 
-def _store(refs: GdnChunksRefs, values: dict[str, Any], at: Any = ...) -> None:
+def _store(refs: GdnChunksRefs, values: dict[str, Any], at: object = ...) -> None:
     """Store arrays in the Refs of their names that the launch has."""
     for name, x in values.items():
         if getattr(refs, name) is not None:

@@ -91,7 +91,9 @@ def _limit(kind: str, names: tuple[str, ...], x: Arguments, options: Options) ->
     return f'"{NAME}" must have sizes and types that the kernels of jax-linear-attention take; got {sizes}.'
 
 
-def _run(kind: str, names: tuple[str, ...], x: Arguments, options: Options, precomputed: Any) -> tuple[jax.Array, Any]:
+def _run(
+    kind: str, names: tuple[str, ...], x: Arguments, options: Options, precomputed: object
+) -> tuple[jax.Array, Any]:
     """Return the output and the final states of prepared arguments."""
     from jla import ops
 

@@ -69,7 +69,7 @@ def replace(*places: Place) -> PutBack:
     return PutBack(places, changed)
 
 
-def _check_read(place: Place, old: Any) -> None:
+def _check_read(place: Place, old: object) -> None:
     """Check that somebody reads a name of a module: a function knows names of the module alone that defines it.
 
     A module that only passes names of another module on has no such function, and defines nothing.
@@ -89,7 +89,7 @@ def _check_read(place: Place, old: Any) -> None:
         )
 
 
-def _functions(x: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+def _functions(x: object, seen: set[int]) -> Iterator[types.FunctionType]:
     """Yield the functions in a value: in a class, behind decorators, and in what a decorator's function holds."""
     if id(x) in seen:
         return

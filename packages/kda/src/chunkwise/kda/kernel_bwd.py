@@ -94,10 +94,10 @@ class Loaded(NamedTuple):
 
     q: jax.Array
     k: jax.Array
-    erase: Any
+    erase: jax.Array | None
     beta: jax.Array
     betas: jax.Array
-    rounding: Any
+    rounding: jax.Array | None
     boundary: Any
     do: jax.Array
 

@@ -58,7 +58,7 @@ class Numbers(Mapping):
         return len(self._names)
 
 
-def from_torch(x: Any) -> Any:
+def from_torch(x: object) -> Any:
     """Return a tensor of torch as a numpy array, whose type may be one of JAX's; return anything else as it is."""
     # If x is a tensor, torch is imported already. So torch need not be installed.
     torch = sys.modules.get("torch")
@@ -69,7 +69,7 @@ def from_torch(x: Any) -> Any:
     return flat.view(torch.uint8).numpy().view(kind).reshape(tuple(x.shape))
 
 
-def _multiply(x: np.ndarray, scale: Any, name: str, block_size: tuple[int, int] | None) -> np.ndarray:
+def _multiply(x: np.ndarray, scale: object, name: str, block_size: tuple[int, int] | None) -> np.ndarray:
     """Return an array times its scales, in the type of the scales, or in bfloat16 if that type has 8 bits."""
     scale = np.asarray(scale)
     kind = scale.dtype if scale.dtype.itemsize > 1 else jnp.dtype(jnp.bfloat16)

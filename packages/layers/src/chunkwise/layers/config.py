@@ -21,13 +21,13 @@ _LEFT_OUT: Any = None
 _MOST = float(np.finfo(np.float32).max)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is a number, and finite in float32, in which layers compute."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     return bool(real and abs(value) <= _MOST)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Return whether a value is a whole number."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -97,7 +97,7 @@ class LayerConfig:
         """Return the state of an operator before the first token of N sequences."""
         return jnp.zeros((N, self.HV, self.K, self.V), dtype)
 
-    def check_state(self, name: str, state: Any) -> int:
+    def check_state(self, name: str, state: object) -> int:
         """Check the state of an operator, called by this name, and return of how many sequences it is."""
         return checks.check_array(name, state, "N HV K V", (None, self.HV, self.K, self.V))[0]
 

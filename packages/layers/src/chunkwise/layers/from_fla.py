@@ -60,7 +60,7 @@ def rwkv7(s: settings.Settings, layer: Any) -> config.Rwkv7AttentionConfig:
     )  # fmt: skip
 
 
-def _check_given(layer: Any) -> None:
+def _check_given(layer: object) -> None:
     rule = "`layer` must be the number of the layer, because the first one takes no values of another"
     checks.check(layer is not None, f"{rule}; got None.")
 

@@ -302,7 +302,7 @@ class Definition(Generic[Config, Weights]):
         seen = not any(map(callable, jax.tree.leaves(weights)))
         return (_without_padding(x, valid, weights) if seen else chunking.select_tokens(valid, x)), valid
 
-    def _named(self, prefix: str, function: Any, signature: Any, doc: str | None) -> Any:
+    def _named(self, prefix: str, function: Any, signature: object, doc: str | None) -> Any:
         """Return a function with its name for users, and with the types and the documentation of its signature."""
         function.__name__ = function.__qualname__ = prefix + self.name
         function.__module__ = __package__
@@ -332,7 +332,7 @@ def _refuse(function: Callable, unknown: Mapping[str, Any]) -> None:
 
 
 @jax.custom_jvp
-def _without_padding(x: jax.Array, valid: jax.Array, weights: Any) -> jax.Array:
+def _without_padding(x: jax.Array, valid: jax.Array, weights: object) -> jax.Array:
     """Return hidden states with zeros for padding if gradients are asked for: there weights meet 0 times NaN.
 
     Without gradients what padding holds reaches no other token, and a selection before every projection costs time.

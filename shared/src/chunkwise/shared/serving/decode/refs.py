@@ -31,9 +31,9 @@ class StepRefs(NamedTuple):
 
     boundaries: jax.Ref
     write: jax.Ref
-    read: Any
-    continues: Any
-    accepted: Any
+    read: jax.Ref
+    continues: jax.Ref
+    accepted: jax.Ref
     decodes: jax.Ref
     sequences: jax.Ref
     table: jax.Ref
@@ -54,9 +54,9 @@ class TokenRefs(NamedTuple):
 
     x: tuple[jax.Ref, ...]
     g: jax.Ref
-    beta: Any
-    z: Any
-    p: Any
+    beta: jax.Ref
+    z: jax.Ref
+    p: jax.Ref
     o: jax.Ref
     side_by_side: jax.Ref
     rows: jax.Ref
@@ -81,10 +81,10 @@ class LayerRefs(NamedTuple):
 
     w: tuple[jax.Ref, ...]
     b: tuple[jax.Ref, ...]
-    taps: Any
-    A_log: Any
-    dt_bias: Any
-    norm: Any
+    taps: jax.Ref
+    A_log: jax.Ref
+    dt_bias: jax.Ref
+    norm: jax.Ref
 
 
 class PoolRefs(NamedTuple):
@@ -99,12 +99,12 @@ class PoolRefs(NamedTuple):
 
     conv: tuple[jax.Ref, ...]
     states: jax.Ref
-    scales: Any
-    keys: Any
-    writes: Any
-    gates: Any
-    count: Any
-    drafts: Any
+    scales: jax.Ref
+    keys: jax.Ref
+    writes: jax.Ref
+    gates: jax.Ref
+    count: jax.Ref
+    drafts: jax.Ref
 
 
 class BufferRefs(NamedTuple):
@@ -127,16 +127,16 @@ class BufferRefs(NamedTuple):
     conv_out: tuple[jax.Ref, ...]
     before: jax.Ref
     after: jax.Ref
-    scale_in: Any
-    scale_out: Any
-    ring_key: Any
-    ring_write: Any
-    ring_gate: Any
-    new_key: Any
-    new_write: Any
-    new_gate: Any
-    counts: Any
-    drafts_of: Any
+    scale_in: jax.Ref
+    scale_out: jax.Ref
+    ring_key: jax.Ref
+    ring_write: jax.Ref
+    ring_gate: jax.Ref
+    new_key: jax.Ref
+    new_write: jax.Ref
+    new_gate: jax.Ref
+    counts: jax.Ref
+    drafts_of: jax.Ref
 
 
 class WorkRefs(NamedTuple):
@@ -154,15 +154,15 @@ class WorkRefs(NamedTuple):
     """
 
     parts: jax.Ref
-    ring_parts: Any
-    starts: Any
+    ring_parts: jax.Ref
+    starts: jax.Ref
     products: jax.Ref
-    ring_reads: Any
-    folded_keys: Any
-    folded_writes: Any
-    folded_decay: Any
+    ring_reads: jax.Ref
+    folded_keys: jax.Ref
+    folded_writes: jax.Ref
+    folded_decay: jax.Ref
     made: jax.Ref
-    between: Any
+    between: jax.Ref
 
 
 class SemaphoreRefs(NamedTuple):
@@ -170,7 +170,7 @@ class SemaphoreRefs(NamedTuple):
 
     reads: jax.Ref
     stores: jax.Ref
-    counting: Any
+    counting: jax.Ref
 
 
 class DecodeRefs(NamedTuple):
