@@ -37,7 +37,7 @@ class KdaBwdRefs(NamedTuple):
     b: jax.Ref  # [C, heads K]
     w: jax.Ref  # [C, heads V]
     levels: jax.Ref  # int32 [2 C, C], `pair_table`
-    base_levels: jax.Ref  # int32 [2 C, C], with base blocks, where `levels` has none
+    base_levels: jax.Ref | None  # int32 [2 C, C], with base blocks, where `levels` has none
     owner: jax.Ref  # int32 [1, 1, C]
     h: jax.Ref  # [heads, V, K]
     v_new_over_beta: jax.Ref  # [C, heads V]
