@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,15 @@ def test_help_names_every_argument(kind):
         described = inspect.getdoc(function).partition("Args:")[2]
         assert names, "the signature must be that of the module and not of flax's class of modules"
         assert not [name for name in names if not re.search(rf"^  ( *\w+,)* *{name}[:,]", described, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, Rwkv7Attention])
+def test_help_shows_the_calls(kind):
+    """They run; RWKV-7 returns its values, too."""
+    calls = re.search(r"::\n\n((?:    .*\n)+)", inspect.getdoc(kind))[1]
+    named = dict(nnx=nnx, config=CONFIGS[kind], x=X) | {kind.__name__: kind}
+    exec(textwrap.dedent(calls), named)
+    assert named["y"].shape == X.shape
 
 
 def test_values_of_the_first_layer():

@@ -215,6 +215,7 @@ def test_help_shows_the_call(weights):
         (lambda: empty_cache(CONFIG, 2, state_dtype=jnp.int8), "`state_dtype` must be one of ('float32', "),
         (lambda: layers.empty_pool(CONFIG, 2, state_dtype="x"), "`state_dtype` must be one of ('float32', "),
         (lambda: layers.empty_pool(CONFIG, 2, decode_tokens=0), "`decode_tokens` must be a whole number above 0; got "),
+        (lambda: load_gated_delta_net({}, CONFIG, 3), "`prefix` must be a string; got int."),
         (lambda: init_gated_delta_net(jax.random.key(0), CONFIG, "int4"), "`dtype` must be one of ('float32', "),
     ],
 )

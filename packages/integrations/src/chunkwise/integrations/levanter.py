@@ -41,7 +41,7 @@ def chunk_gated_delta_rule(
       value: with the axes batch, position, heads and v_head_dim. The number of its heads may be a multiple of the heads
         of query and key, where levanter repeats the latter.
       g, beta: log decay and step sizes, with the axes batch, position and heads.
-      chunk_size: tokens of a chunk, static.
+      chunk_size: tokens of a chunk, 16, 32, 64 or 128; static.
       initial_state: [batch, heads, k_head_dim, v_head_dim], or None for zeros.
       output_final_state: whether to return the state; static.
       use_qk_l2norm_in_kernel: whether queries and keys are made to have unit length; static.

@@ -171,8 +171,12 @@ def _module(config: type[layers.LayerConfig]) -> Callable[[Kind], Kind]:
         cls.init, cls.run = staticmethod(definition.random_weights), staticmethod(definition.over_sequences)
         # All layers have the same arguments and attributes, and a reader looks for them in the class of a layer.
         common = inspect.cleandoc(_Layer.__doc__ or "").partition("\n\n")[2]
-        equations = f"`chunkwise.layers.{definition.name}` has the equations."
-        cls.__doc__ = "\n\n".join((inspect.cleandoc(cls.__doc__ or ""), equations, common))
+        equations = (
+            f"`chunkwise.layers.{definition.name}` has the equations. The calls for hidden states x [B, T, D] are::"
+        )
+        result = "y, v_first" if "v_first" in inspect.signature(cls.__call__).parameters else "y"
+        calls = f"    layer = {cls.__name__}(config, rngs=nnx.Rngs(0))\n    {result} = layer(x)"
+        cls.__doc__ = "\n\n".join((inspect.cleandoc(cls.__doc__ or ""), equations, calls, common))
         # Python's errors name a method with the class in which it is written.
         for name in ("__init__", "__call__", "init_cache"):
             f: Any = vars(cls).get(name, vars(_Layer)[name])

@@ -54,8 +54,9 @@ def replace(*places: Place) -> PutBack:
     two installations, the function of the first one undoes both.
 
     Raises:
-      AttributeError: the host has no such name, or nothing would read the value. None is replaced then.
-      TypeError: the host calls the name with other arguments than the value of chunkwise takes. None is replaced then.
+      AttributeError: the host has no such name, or nothing would read the value; no name is replaced then.
+      TypeError: the host calls the name with other arguments than the value of chunkwise takes; no name is
+        replaced then.
     """
     changed = []
     for place in places:

@@ -40,7 +40,7 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
       N: sequences or slots.
       dtype: the type of the inputs of the convolutions, float32, bfloat16 or float16, which they keep. The type of the
         hidden states holds them exactly.
-      state_dtype: the type of the states, one of the same, which they keep. Other types than float32
+      state_dtype: the type of the states, float32, bfloat16 or float16, which they keep. Other types than float32
         round them after every call.
 
     Raises:

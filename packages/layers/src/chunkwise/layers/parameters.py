@@ -127,6 +127,7 @@ class Checkpoint:
     def __init__(self, named: Mapping[str, Any], prefix: str):
         mapping = isinstance(named, Mapping)
         checks.check(mapping, f"`named` must be a mapping from names to arrays; got {type(named).__name__}.")
+        checks.check(isinstance(prefix, str), f"`prefix` must be a string; got {type(prefix).__name__}.")
         named = arrays.Numbers.of(named)
         self.arrays, self.prefix, names = named, prefix, [name for name in named if name.startswith(prefix)]
         self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in names}

@@ -47,7 +47,7 @@ def chunk_gated_delta_rule(
       query, key: [B, T, HV, K], made to have unit length.
       value: [B, T, HV, V].
       g, beta: log decay and step sizes [B, T, HV].
-      chunk_size: tokens of a chunk, static.
+      chunk_size: tokens of a chunk, 16, 32, 64 or 128; static.
       initial_state: [B, HV, K, V], or None for zeros.
       output_final_state: whether to return the state; static.
       padding_mask: [B, T], 0 at padding, which gives zeros and leaves the state as it is. keras-hub does not read it.

@@ -50,7 +50,7 @@ def jax_chunk_gated_delta_rule(
     Args:
       query, key, value: [B, S, H, K], [B, S, H, K] and [B, S, HV, V].
       g, beta: log decay and step sizes [B, S, HV].
-      chunk_size: tokens of a chunk, static; a multiple of 16 up to 128.
+      chunk_size: tokens of a chunk, 16, 32, 64 or 128; static.
       initial_state: [B, HV, K, V], or None for zeros.
       use_qk_norm_in_gdn: whether queries and keys are made to have unit length.
       cp_axis: the axis or axes, inside a `shard_map`, over which S is split, in the order of tokens.
