@@ -173,8 +173,12 @@ def test_serving_arguments(weights):
     run = lambda pool, step: ragged_gated_delta_net(X[:1], weights, CONFIG, pool, step)
     with pytest.raises(ValueError, match="`pool` must be a Cache; got Step"):
         run(step, pool)
+    with pytest.raises(ValueError, match="`pool` must be a Cache; got NoneType"):
+        run(None, step)
     with pytest.raises(ValueError, match="`step` must be a Step; got dict"):
         run(pool, step._asdict())
+    with pytest.raises(ValueError, match=r"`step.state_indices` must be an int32 array; got None"):
+        run(pool, step._replace(state_indices=None))
     with pytest.raises(
         ValueError, match=r"`pool.conv\[0\]` must have shape \[N, W-1, C\] = \(3, 3, 8\); got \(4, 3, 8\)"
     ):

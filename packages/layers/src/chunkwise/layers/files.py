@@ -189,6 +189,10 @@ def _sharded(directory: Path) -> dict[str, _Place]:
 def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
     """Return the arrays of a checkpoint by name; an array is read at each access.
 
+    The call is::
+
+        weights = load_gated_delta_net(open_checkpoint(directory), config, "model.layers.0.linear_attn.")
+
     The library safetensors reads the files, and refuses damaged ones. The array that an access reads is numpy's, and
     nothing of it is kept. So `load_gated_delta_net(named, config, prefix)`, or the same function of another layer,
     reads only the arrays of one layer. An array of float8, int8 or 4 bits is multiplied by its scales when it is read:

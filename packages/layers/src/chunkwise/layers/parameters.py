@@ -66,10 +66,9 @@ def check_input(x, config, run: running.Run) -> None:
     known = run.implementation in running.AROUND
     checks.check(known, f"`implementation` must be None or one of {names}; got {run.implementation!r}.")
     name, cache = run.own_cache
-    if cache is None:
+    if cache is None and isinstance(run, running.Sequences):
         return
-    whole = hasattr(cache, "conv") and hasattr(cache, "state")
-    checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
+    caches.check_is_cache(name, cache)
     # The operator checks a StatePool. The convolutions check their pools, which may have more slots than the states.
     pool = state_pool.as_pool(cache.state)
     pooled = pool is cache.state

@@ -49,6 +49,10 @@ def remat_policy(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
 def offload_policy() -> Callable[..., Any]:
     """Return a policy of `jax.checkpoint` that moves to the host's memory the arrays that `remat_policy` keeps.
 
+    The call is::
+
+        block = jax.checkpoint(block, policy=offload_policy())
+
     The backward brings them back. It works under jit, on devices with a memory of the kind "pinned_host".
     """
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -61,7 +65,9 @@ class Step(NamedTuple):
     """Which tokens of a serving step belong to which sequence, and where the state of a sequence is.
 
     The fields are arguments of `chunkwise.pipeline.ragged_gated_delta_rule`, which describes them. All layers of a
-    model take the same Step.
+    model take the same Step. For two sequences of 2 and 4 tokens, whose states are in slots 1 and 3 of a pool, it is::
+
+        step = Step(jnp.array([0, 2, 6], jnp.int32), jnp.array([1, 3], jnp.int32))
     """
 
     cu_seqlens: jax.Array
@@ -188,6 +194,8 @@ class Serving:
     def slots(self) -> dict:
         """The arguments of an operator that say which sequences the step has, and where their states are."""
         checks.check(isinstance(self.step, Step), f"`step` must be a Step; got {type(self.step).__name__}.")
+        for name in ("cu_seqlens", "state_indices"):
+            checks.check(getattr(self.step, name) is not None, f"`step.{name}` must be an int32 array; got None.")
         return self.step._asdict() | {"block_size": self.block_size}
 
     def valid_tokens(self, x) -> jax.Array | None:
