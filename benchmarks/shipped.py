@@ -12,16 +12,14 @@ SHIPPED = ROOT / "packages/command/src/chunkwise/command/estimates.json"
 
 
 def collect() -> list[dict]:
-    """Return a row for every model, pass and chip with an estimate in docs/data: the estimate for the most tokens."""
+    """Return a row for every model, pass and chip with an estimate in docs/data, of several the last file's."""
     rows = {}
     for path in sorted((ROOT / "docs/data").glob("*.json")):
         saved = json.loads(path.read_text())
         if saved.get("command") in ("tpu", "step"):
             for row in _rows(saved["rows"]):
                 name = tuple(row[key] for key in ("case", "pass", "implementation", "chip"))
-                # With equal tokens, the later file's row is taken.
-                if row["tokens"] >= rows.get(name, row)["tokens"]:
-                    rows[name] = row | {"file": f"docs/data/{path.name}", "jax": saved["jax"]}
+                rows[name] = row | {"file": f"docs/data/{path.name}", "jax": saved["jax"]}
     return [rows[name] for name in sorted(rows)]
 
 

@@ -180,17 +180,14 @@ def scans() -> str:
 
     def cell(scan):
         found = lambda row: tables.only(rows, **row, scan=scan)
-        return lambda row: (
-            f"{tables.mebibytes(found(row)['sent_mib'])} / {tables.mebibytes(found(row)['temporaries_mib'])}"
-        )
+        both = lambda x: " / ".join(tables.mebibytes(x[key]) for key in ("sent_mib", "temporaries_mib"))
+        return lambda row: both(found(row))
 
     def ring(row):
-        found = attention.get(row["devices"])
-        return (
-            " / ".join(tables.whole(found[f"ring_attention_{heads}_mib"]) for heads in (32, 2))
-            if found
-            else tables.NONE
-        )
+        if row["devices"] not in attention:
+            return tables.NONE
+        found = attention[row["devices"]]
+        return " / ".join(tables.whole(found[f"ring_attention_{heads}_mib"]) for heads in (32, 2))
 
     columns = {"devices": "devices"}
     columns |= {f"`{scan}`": cell(scan) for scan in ("all_gather", "all_to_all", "doubling", "ring")}

@@ -66,19 +66,16 @@ def cpu_tokens() -> str:
     """Time and memory against tokens."""
     rows = tables.rows_of("cpu-tokens")
     names = ("xla", "transformers", "scan")
-    lines = [
-        {"T": T} | {name: tables.only(rows, T=T, implementation=name) for name in names}
-        for T in tables.values(rows, "T")
-    ]
+    of_tokens = lambda T: {"T": T} | {name: tables.only(rows, T=T, implementation=name) for name in names}
     ms = tables.count("median_ms")
     columns = {
         "T": tables.count("T"),
         '"xla", ms': tables.of("xla", ms),
         '"xla", MiB': tables.of("xla", tables.count("memory_mib")),
+        "torch, ms": tables.of("transformers", ms),
+        "scan over tokens, ms": tables.of("scan", ms),
     }
-    return tables.table(
-        lines, columns | {"torch, ms": tables.of("transformers", ms), "scan over tokens, ms": tables.of("scan", ms)}
-    )
+    return tables.table(map(of_tokens, tables.values(rows, "T")), columns)
 
 
 @tables.block

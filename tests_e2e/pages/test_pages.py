@@ -43,6 +43,11 @@ def test_figures_that_do_not_exist():
         figures.filled("<!-- figures: speed -->\n")
 
 
+def test_a_figure_of_one_row_has_one_row():
+    with pytest.raises(ValueError, match="too many values"):
+        tables.only([{"T": 1}, {"T": 1}, {"T": 2}], T=1)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_short(name):
     text = (ROOT / f"docs/{name}.md").read_text()
@@ -61,10 +66,13 @@ def test_no_figure_is_typed_into_the_page_of_performance():
 
 @pytest.mark.parametrize("path", TIMED, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_time_is_typed(path):
-    """Times and cycles come from docs/data, but for those that others publish; lessons are rows of its tables."""
+    """Times, cycles and memory come from docs/data, but for what others publish; lessons are rows of its tables.
+
+    Memory without decimals is a size that a reader computes.
+    """
     text = re.sub(r"^<!-- figures: .*\n(.+\n)*|^```\w*\n(.*\n)*?```$", "", path.read_text(), flags=re.M)
     sentences = re.split(r"(?<=[.:|])\s", text)
-    typed = [x for x in sentences if re.search(r"\b\d[\d,.]*\s(?:ms|us|cycles|bundles)\b", x)]
+    typed = [x for x in sentences if re.search(r"\b\d[\d,.]*\s(?:ms|us|cycles|bundles)\b|\d\.\d+\s[MG]iB\b", x)]
     assert [x for x in typed if not re.search("publish", x)] == []
 
 

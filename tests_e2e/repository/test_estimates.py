@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+from unittest import mock
 
 import jax
 import numpy as np
@@ -276,6 +278,15 @@ def test_bytes_of_collectives(line, expected):
     assert traffic(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
 
 
+def test_what_a_device_sends():
+    from benchmarks.scale import MIB, _sent
+
+    lines = [f"%a.{n} = {GATHERED} all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}" for n in (1, 2)]
+    lines += ["%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}"]
+    text = "\n  ".join(["ENTRY %main () -> f32[] {", *lines])
+    assert _sent(f"{text}\n}}", 4) == {"collectives": "2 all-gather, 1 collective-permute", "sent_mib": 800 / MIB}
+
+
 def test_bytes_of_scans_and_of_ring_attention():
     from benchmarks.scale import map_bytes, ring_attention_bytes, scan_bytes
 
@@ -308,15 +319,35 @@ def test_tpu_estimate_of_a_step(operator):
     assert row["cycles"] > row["around_cycles"] + row["decode_floor"] + row["prefill_floor"]
 
 
+def test_the_first_program_that_ends_well_gives_the_result(monkeypatch):
+    """Others take too long or raise; if none ends well, the row says why the last one did not."""
+    from benchmarks import tpu
+
+    late, aborted = subprocess.TimeoutExpired("python", 5), (1, "", "Traceback\nValueError: no memory\n")
+    well, killed = (0, "text\n[1, 2]\n", ""), (-9, "", "")
+
+    def result(*ends):
+        ended = [end if end is late else subprocess.CompletedProcess((), *end) for end in ends]
+        monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=ended))
+        return tpu.first_result(["import a; a.b()"] * len(ends), 5)
+
+    monkeypatch.setattr(compiler, "has_libtpu", lambda: True)
+    assert result(late, aborted, well) == [1, 2]
+    assert result(aborted, late) == {"failed": "no result within 5 s"}
+    assert result(late, aborted) == {"failed": "no memory"}
+    assert result(killed) == {"failed": "the compiler ended with -9"}
+
+
 def test_peers_on_tpus():
-    from benchmarks import tpu_peers
+    from benchmarks import tpu, tpu_peers
     from benchmarks.cases import CASES
 
-    tokamax, deltanet = tpu_peers.PEERS["tokamax"], tpu_peers.PEERS["deltanet-tpu"]
-    assert [x.has(CASES["kimi-linear-48b"], backward=True) for x in (tokamax, deltanet)] == [False, True]
-    assert not deltanet.has(CASES["gla"], backward=False)
-    assert not deltanet.has(CASES["qwen3-next-80b-ragged"], backward=False)
-    assert not deltanet.has(Layer("kda", H=1, HV=1, K=64), backward=False)
+    both = "tokamax", "deltanet-tpu"
+    assert [tpu.can_run(CASES["kimi-linear-48b"], x, backward=True) for x in both] == [False, True]
+    for case in (CASES["gla"], CASES["qwen3-next-80b-ragged"], Layer("kda", H=1, HV=1, K=64)):
+        assert not tpu.can_run(case, "deltanet-tpu", backward=False)
+        assert tpu.can_run(case, "fused", backward=True)
+        assert not tpu.can_run(case, "mixed", backward=False)
     with tpu_peers.on_a_tpu():
         assert jax.default_backend() == "tpu"
     assert jax.default_backend() == "cpu"
@@ -376,6 +407,29 @@ def test_tpu_estimate():
     assert row["bundles"] > 0
     assert row["estimate_ms"] > row["floor_ms"] > 0
     assert 0 < row["matrix_use"] < 1
+
+
+def test_rows_of_other_programs(benchmarks, tmp_path, monkeypatch):
+    """They are rows of an estimate, of this version of JAX and not of a peer; the command returns 1 for them."""
+    from benchmarks import stale, tpu
+
+    monkeypatch.setattr(stale, "trace", lambda command, row: command)
+    monkeypatch.setattr(tpu, "digest", lambda program: program)
+    file = tmp_path / "rows.json"
+
+    def found(command, version=jax.__version__, **row):
+        rows = [{"case": "a", "traced": "earlier"} | row]
+        file.write_text(json.dumps({"command": command, "jax": version, "rows": rows}))
+        return stale.measure(file)
+
+    all_the_same = {"rows": 1, "without_digest": 0}
+    for command in ("tpu", "scale", "step"):
+        assert found(command, traced=command) == [all_the_same]
+        assert found(command) == [{"case": "a", "current": False}, all_the_same]
+        assert benchmarks.main(["stale", str(file)]) == 1
+    assert found("tpu", version="0.1") == [{"rows": 1, "without_digest": 1}]
+    assert found("tpu", implementation="tokamax") == [{"rows": 0, "without_digest": 0}]
+    assert found("time") == []
 
 
 @pytest.mark.tpu
