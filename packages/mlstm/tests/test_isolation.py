@@ -10,44 +10,37 @@ import numpy as np
 import pytest
 
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
-from chunkwise.shared.testing.inputs import boundaries, make_inputs, make_mlstm_inputs
-from tests.poison import assert_isolated
+from chunkwise.shared.testing.inputs import make_inputs, make_mlstm_inputs
+from tests.poison import assert_operator_isolated
 
 # Chunks of 16: two hold several sequences, one lies inside a sequence, and the last is padding.
-LENGTHS, T = (3, 0, 40, 5), 56
-THOROUGH = dict(test_sequences_of_a_pack=lambda states, implementation: states and implementation == "fused")
+LENGTHS = (3, 0, 40, 5)
+THOROUGH = dict(test_sequences_of_a_pack=lambda of, implementation: "states" in of and implementation == "fused")
 
 
-def arguments(T, states):
-    """Return inputs; the initial states are one array, C, n and the stabiliser in its first row side by side."""
-    x = make_inputs(1, T, 2, K=4, V=5, num_states=states)
-    x["v"], x["i"], x["f"] = x["v"][..., :3], x.pop("beta"), 3 * x.pop("g")
-    return x
+def in_one_array(fn):
+    """Return a function whose initial and final states are one array: C, n and the stabiliser in its first row."""
 
-
-def named(fn, **options):
-    """Return fn as a function of named arrays and cu_seqlens, with named results."""
-
-    def run(x, cu_seqlens):
-        x = dict(x)
-        if (S := x.pop("initial_state", None)) is not None:
-            x["initial_state"] = MlstmState(S[..., :3], S[..., 3], jnp.sum(S[..., 4], axis=-1))
-        o, state = fn(**x, cu_seqlens=cu_seqlens, **options)
-        return {"o": o} if state is None else {"o": o, "final_state": jnp.concatenate([state.C, state.n[..., None]], 3)}
+    def run(initial_state=None, chunk_size=None, **x):
+        options = {} if fn is recurrent_mlstm else dict(chunk_size=chunk_size)
+        if (S := initial_state) is not None:
+            options["initial_state"] = MlstmState(S[..., :3], S[..., 3], jnp.sum(S[..., 4], axis=-1))
+        o, state = fn(**x, **options)
+        return o, None if state is None else jnp.concatenate([state.C, state.n[..., None]], 3)
 
     return run
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
-@pytest.mark.parametrize("states", [False, True], ids=["no states", "states"])
-def test_sequences_of_a_pack(states, implementation):
-    x = arguments(T, len(LENGTHS) if states else 0)
-    run = named(chunk_mlstm, chunk_size=16, output_final_state=states, implementation=implementation)
-    assert_isolated(run, x, boundaries(*LENGTHS))
+@pytest.mark.parametrize("of", ["sequences", "sequences with states", "recurrent sequences with states"])
+def test_sequences_of_a_pack(of, implementation):
+    def make(B, T, num_states):
+        x = make_inputs(B, T, 2, K=4, V=5, num_states=num_states)
+        x["v"], x["i"], x["f"] = x["v"][..., :3], x.pop("beta"), 3 * x.pop("g")
+        return x
 
-
-def test_recurrence():
-    assert_isolated(named(recurrent_mlstm, output_final_state=True), arguments(12, 3), boundaries(3, 0, 6))
+    fn = in_one_array(recurrent_mlstm if "recurrent" in of else chunk_mlstm)
+    assert_operator_isolated(fn, make, of, LENGTHS, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
