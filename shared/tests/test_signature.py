@@ -57,11 +57,19 @@ def test_a_pool_is_the_initial_state():
     [
         ((1, 2), {}, "chunk() missing 1 required positional argument: 'v'"),
         ((1, 2, 3), dict(q=4), "chunk() got multiple values for argument 'q'"),
-        ((1, 2, 3), dict(state=4), "chunk() got an unexpected keyword argument 'state'"),
+        ((1, 2, 3), dict(other=4), "chunk() got an unexpected keyword argument 'other'"),
+        ((1, 2, 3), dict(scal=4), "chunk() got an unexpected keyword argument 'scal'. Did you mean 'scale'?"),
+        (
+            (1, 2, 3), dict(safe_gate=False, cu_seqlens_cpu=None),
+            "chunk() got an unexpected keyword argument 'safe_gate': leave it out; gates of any strength are safe "
+            "here, and `lower_bound`, where a function has it, alone selects the bounded law.\n"
+            "chunk() got an unexpected keyword argument 'cu_seqlens_cpu': leave it out; `cu_seqlens` is an array of "
+            "the device here, and nothing is found from it on the host.",
+        ),
         ((1, 2, 3), dict(gv=4), "'gv': leave it out; there are no gates of value channels here."),
         ((1, 2, 3, 4, 5), {}, "chunk() takes from 3 to 4 positional arguments but 5 were given"),
     ],
-)
+)  # fmt: skip
 def test_wrong_calls(args, more, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         signature.of(run)(chunk)(*args, **more)

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.recurrence import assert_recurrence
 from tests.traced import launches
 
@@ -124,14 +122,3 @@ def test_nothing_is_made_again(chunks):
     assert kinds(run) == ["fwd", "bwd"]
     assert kinds(jax.checkpoint(run, static_argnums=1)) == ["fwd", "states", "bwd"]
     jax.tree.map(np.testing.assert_array_equal, gradients(run, True)(x), gradients(run, False)(x))
-
-
-def test_gradient_passes_the_check_of_shard_map():
-    """Lowered for a TPU, where the check acts: key heads and the state on every device, value heads on their own."""
-    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
-    x = make_inputs(1, 20, 1, 1, 16, 16, num_states=1)
-    specs = {n: PartitionSpec(None, None, "heads") if n in ("v", "g", "beta") else PartitionSpec() for n in x}
-    run = lambda x: chunk_gated_delta_rule(**x, output_final_state=True, chunk_size=16, implementation="fused")
-    loss = lambda x: sum(jnp.sum(y) for y in run(x))
-    text = text_for_tpu(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs,), out_specs=specs), x)
-    assert text.count('"stablehlo.all_reduce"') == 3

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import Config, tile
-from chunkwise.fused_gla.operator import GLA
-from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.kernels.matmul import bf16_parts, kernel_trace
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
-from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.either_gla import chunk_either_gla
 
 THOROUGH = dict(
@@ -26,18 +23,6 @@ def pair_sums(g, C):
         for j in range(i):
             sums[:, i, j] = np.sum(g[:, j + 1 : i + 1], axis=1)
     return sums
-
-
-@pytest.mark.parametrize("C", [16, 64])
-@pytest.mark.parametrize("strength", [1e-3, 2.0, 30.0])
-def test_scores_per_channel(C, strength):
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((2, 2, C, 5))
-    g = -strength * rng.random((2, C, 5))
-    decays = tile.decays(jnp.asarray(g, jnp.float32), 0.5)
-    P = tile.scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), decays)
-    want = 0.5 * np.tril(np.einsum("hic,hijc,hjc->hij", q, np.exp(pair_sums(g, C)), k))
-    assert_close("P", P, want, STAGE_TOLERANCE)
 
 
 def test_decays_keep_their_digits_beside_large_ones():
@@ -71,13 +56,6 @@ def test_gates_in_bfloat16_are_exact():
         assert_close(name, got, want, STAGE_TOLERANCE)
 
 
-def test_constant_decays_are_those_of_equal_gates():
-    gamma = jnp.asarray([-0.03, -2.0, -30.0])[:, None, None]
-    general = tile.decays(jnp.broadcast_to(gamma, (3, 1, 16)), 0.5)
-    for name, want, got in zip(general._fields, general, tile.constant_decays(gamma, 0.5, 16), strict=True):
-        assert_close(name, got, want, STAGE_TOLERANCE)
-
-
 def gradients(x, **options):
     def loss(x):
         o, state = chunk_either_gla(**x, output_final_state=True, chunk_size=16, implementation="fused", **options)
@@ -98,20 +76,6 @@ def test_every_number_of_steps_gives_the_same_bits(kind, steps):
     first, *others = (gradients(x, config=Config(2, 2, n), **options) for n in steps)
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
-
-
-def test_one_launch_per_direction():
-    x = make_inputs(1, 64, 1, K=128, V=128)
-    del x["beta"]
-
-    def run(x):
-        return jnp.sum(chunk_either_gla(**x, implementation="fused")[0])
-
-    forward, both = text_for_tpu(run, x), text_for_tpu(jax.grad(run), x)
-    assert forward.count("stablehlo.custom_call @tpu_custom_call") == 1
-    assert both.count("stablehlo.custom_call @tpu_custom_call") == 2
-    assert "chunk_gla_fwd_c64" in forward
-    assert "chunk_gla_bwd_c64" in both
 
 
 def equations(jaxpr):
@@ -206,21 +170,3 @@ def test_the_backward_keeps_no_padding(per_channel):
     states = 2 * 128 * 128 * 4  # before every grid step, of which there is one; padded, because a kernel wrote them
     numbers = 64  # JAX keeps a few scalars
     assert sum(y.size * y.dtype.itemsize for y in arrays) <= states + sum(y.nbytes for y in x.values()) + numbers
-
-
-@pytest.mark.parametrize("lengths", [None, (70, 0, 1, 129)], ids=["rows", "packed"])
-def test_decay_over_all_tokens(lengths):
-    """The launch that gives states alone also says what multiplies a state from before them."""
-    B, T, H, K = (2, 150, 2, 24) if lengths is None else (1, 200, 2, 24)
-    x = make_inputs(B, T, H, K=K, V=16, per_channel=True)
-    # GlaDecays over so many tokens that are not too small to compare.
-    x["g"] = x["g"] / 50
-    cu = None if lengths is None else boundaries(*lengths)
-    arguments = Arguments(x["q"], x["k"], x["v"], x["g"], cu_seqlens=cu)
-    options = Options(True, chunk_size=64, config=Config(2, 2, 1), scale=1.0)
-    decay = GLA.implementations["fused"].state_map(arguments, options, True).M
-    total = np.asarray(x["g"], np.float64)
-    rows = total if lengths is None else np.split(total[0], np.cumsum(lengths)[:-1])
-    filled = [i for i, row in enumerate(rows) if len(row)]
-    want = np.stack([np.exp(np.sum(rows[i], axis=0))[..., None] for i in filled])
-    assert_close("decay", decay[jnp.asarray(filled)], want, STAGE_TOLERANCE)

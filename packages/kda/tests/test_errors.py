@@ -42,13 +42,6 @@ def test_any_number_is_a_least_gate(bound):
     assert o.shape == GOOD["v"].shape
 
 
-def test_traced_min_gate():
-    run = jax.jit(lambda bound: chunk_kda(**GOOD, min_gate=bound))
-    message = "must be None or a number <= 0, known when the program is built; got an array float32 ()."
-    with pytest.raises(ValueError, match=re.escape(f"`min_gate` {message}")):
-        run(-5.0)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
