@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,29 +106,6 @@ def test_rows_and_columns_of_a_piece():
     np.testing.assert_array_equal(span.rows(8)[:, 0], inside)
     assert span.columns(8).shape == (1, 8)
     np.testing.assert_array_equal(span.columns(8)[0], inside)
-
-
-@pytest.mark.parametrize(
-    ("B", "T", "sequences", "size"),
-    [
-        (1, 2**20, None, 4 * 16512),
-        (32, 2**15, None, 4 * 16512),
-        (1, 2**20, 1000, 16 * 17408),
-        (1, 3 * 2**20, 10_000, 16 * 59264),
-        (1, 2**23, None, 4 * 131200),
-    ],
-)
-def test_scalar_memory(B, T, sequences, size):
-    """A table takes one number for a chunk of 64, or four for a piece, of the 983,040 bytes that there are for it."""
-    if sequences is None:
-        make = lambda ids: chunk_spans.make_spans(T, 64, None, True, ids)
-        table = jax.eval_shape(make, jax.ShapeDtypeStruct((B, T), jnp.int32)).table
-        assert chunk_spans.limit_of_chunks(B, T, 64) is None
-    else:
-        make = lambda ends: chunk_spans.make_spans(T, 64, ends, True)
-        table = jax.eval_shape(make, jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)).table
-        assert chunk_spans.limit_of_pieces(T, 64, sequences) is None
-    assert tuning.smem_bytes(*table.shape) == size <= tuning.SMEM_LIMIT_BYTES
 
 
 def test_limits():

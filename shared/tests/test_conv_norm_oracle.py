@@ -1,16 +1,12 @@
 """The oracles of what a layer does around its operator, on numbers worked out by hand."""
 
 import numpy as np
-import pytest
 
-from chunkwise.shared.testing.compare import assert_close, numeric_gradients
 from chunkwise.shared.testing.conv_norm_oracle import (
     Sequence,
     activation,
     causal_conv1d,
-    causal_conv1d_gradients,
     rms_norm_gated,
-    rms_norm_gated_gradients,
     sequences,
 )
 
@@ -48,19 +44,3 @@ def test_norm():
     np.testing.assert_allclose(rms_norm_gated(x, z, weight, name=None, eps=0.0), [[6 / r, 40 / r]])
     after = rms_norm_gated(x, z, weight, name=None, norm_before_gate=False, eps=0.0)
     np.testing.assert_allclose(after, [[6 / np.sqrt(26), 40 / np.sqrt(26)]])
-
-
-@pytest.mark.parametrize("name", [None, "sigmoid", "silu"])
-def test_gradients_are_finite_differences(name):
-    rng = np.random.default_rng(0)
-    x = dict(x=rng.standard_normal((2, 5, 3)), weight=rng.standard_normal((3, 4)))
-    dy = rng.standard_normal((2, 5, 3))
-    got = causal_conv1d_gradients(**x, dy=dy, name=name)
-    want = numeric_gradients(lambda **x: causal_conv1d(**x, name=name)[0], x, [dy])
-    for d, expected in zip(got, want.values(), strict=True):
-        assert_close("convolution", d, expected, 1e-8)
-    x = dict(x=x["x"], z=rng.standard_normal((2, 5, 3)), weight=rng.standard_normal(3))
-    got = rms_norm_gated_gradients(**x, dy=dy, name=name)
-    want = numeric_gradients(lambda **x: rms_norm_gated(**x, name=name), x, [dy])
-    for d, expected in zip(got, want.values(), strict=True):
-        assert_close("norm", d, expected, 1e-8)

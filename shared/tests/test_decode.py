@@ -14,7 +14,6 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.serving.few_tokens import token_by_token
-from chunkwise.shared.serving.slot_rows import read_states, write_states
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -141,17 +140,6 @@ def test_what_does_not_exist_is_none(given, want, dtype, implementation):
         assert np.asarray(after[unnamed]).tobytes() == np.asarray(pool[unnamed]).tobytes()
 
 
-@each
-def test_negative_slots_of_a_batch_that_were_freed_too(implementation):
-    x = make_inputs(3, 1, 2, HV, K, V, normalise=False)
-    pool = pool_of(2).at[1].set(jnp.nan)
-    o, after = run(x, [-7, 1, -7], [True, False, False], initial_state=pool, implementation=implementation)
-    want_o, want, _ = expected(x, pool, [-7, 1, -7], [True, False, False])
-    assert_close("o", o, want_o, TOLERANCE["float32"])
-    assert_close("states", after[1], want[1], TOLERANCE["float32"])
-    np.testing.assert_array_equal(after[0], pool[0])
-
-
 @pytest.mark.parametrize(
     ("dtype", "implementation"), [(jnp.bfloat16, "xla"), (jnp.bfloat16, "fused"), (jnp.float16, "xla")]
 )
@@ -168,20 +156,6 @@ def test_a_pool_keeps_its_type(dtype, implementation):
     assert_close("states", after[written], want[[0, 2]], rounding)
     np.testing.assert_array_equal(after[np.array([1, 2])], pool[np.array([1, 2])])
     assert run(x, initial_state=pool[:3], implementation=implementation)[1].dtype == jnp.float32
-
-
-def test_no_copy_of_the_pool_in_float32():
-    """The kernel reads and writes the type of the pool; no TPU kernel takes float16."""
-    x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(3, 1, 2, HV, K, V).items()}
-    step = lambda x, pool, slots: run_recurrent(
-        Arguments(**x, initial_state=pool), Slots(slots), Options(True), "fused"
-    )
-    lower = lambda dtype: text_for_tpu(step, x, spec(50, HV, K, V, dtype=dtype), spec(3, dtype=jnp.int32))
-    text = lower(jnp.bfloat16)
-    assert f"tensor<50x{HV}x{K}x{V}xbf16>" in text
-    assert f"tensor<50x{HV}x{K}x{V}xf32>" not in text
-    with pytest.raises(NotImplementedError, match='"fused" takes pools of float32, bfloat16 and int8; got float16'):
-        lower(jnp.float16)
 
 
 @each
@@ -262,28 +236,6 @@ def test_padding_may_hold_anything():
 
     gradient = jax.jit(jax.grad(loss))
     jax.tree.map(np.testing.assert_array_equal, gradient(poisoned), gradient(x))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "H", "HV", "K", "fit"),
-    [
-        (256, 16, 32, 128, True),
-        (2**14, 16, 32, 128, False),
-        (1, 1, 64, 128, True),
-        (1, 1, 64, 256, True),
-        (1, 1, 1, 2048, False),
-    ],
-    ids=["decode", "too many tokens", "large group", "parts of a large group", "too large a state"],
-)
-def test_what_fits(tokens, H, HV, K, fit):
-    """The kernel says itself what it cannot take; a lowering tells."""
-    x = [spec(1, tokens, heads, K) for heads in (H, H, HV)] + [spec(1, tokens, HV)] * 2
-    step = lambda *x: run_recurrent(Arguments(*x), Slots(), Options(), "fused")[0]
-    if fit:
-        assert "decode" in text_for_tpu(step, *x)
-    else:
-        with pytest.raises(NotImplementedError, match=r'"fused" takes a few tokens.*do not fit into VMEM'):
-            text_for_tpu(step, *x)
 
 
 @each
@@ -367,15 +319,3 @@ def test_compiles_in_place(dtype, chip):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= 64 * 4 * 128 * 128 * jnp.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes < 2**20
-
-
-def test_slots_are_read_and_written_in_the_type_of_the_pool():
-    pool = jnp.arange(1.0, 7.0).reshape(3, 2).astype(jnp.bfloat16).at[1].set(jnp.nan)
-    slots = Slots(jnp.array([2, -1, 1], jnp.int32), jnp.array([True, True, False]))
-    states = read_states(pool, slots)
-    assert states.dtype == jnp.bfloat16
-    assert states.tolist() == [[5.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
-    assert write_states(pool, slots, states + 1).tolist() == [[1.0, 2.0], [1.0, 1.0], [6.0, 7.0]]
-    # Without slots the states are the pool.
-    assert read_states(states, Slots()) is states
-    assert write_states(pool, Slots(), states) is states

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.plain.recurrence import packed_recurrence, recurrence
-from chunkwise.shared.testing.compare import assert_close, numeric_gradients
+from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 
@@ -64,33 +63,3 @@ def test_normalisation_and_default_scale():
     got = reference(**x, use_qk_l2norm_in_kernel=True)
     for name, a, b in zip(("o", "final_state"), got, expected, strict=True):
         assert_close(name, a, b, 1e-13)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("lengths", [None, (1, 0, 3)], ids=["fixed", "packed"])
-def test_gradients_by_finite_differences(lengths, operator):
-    x = inputs(operator, T=5, num_states=3 if lengths else 1)
-    rng = np.random.default_rng(1)
-    do, dht = rng.standard_normal(x["v"].shape), rng.standard_normal(x["initial_state"].shape)
-    cu_seqlens = boundaries(*lengths) if lengths else None
-    _, _, grads = reference(**x, scale=0.4, cu_seqlens=cu_seqlens, do=do, dht=dht)
-    expected = numeric_gradients(lambda **x: loops(**x, scale=0.4, lengths=lengths), x, [do, dht])
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        assert_close(f"d{name}", grad, expected[name], 1e-7)
-
-
-@pytest.mark.parametrize("operator", ["gdn", "kda", "gla"])
-def test_recurrences_in_float32(operator):
-    lengths = (1, 0, 7, 2)
-    x = inputs(operator, num_states=4)
-    heads = {name: jnp.repeat(x[name], 2, axis=2) for name in ("q", "k")}
-    arguments = (heads["q"], heads["k"], x["v"], x["g"], x.get("beta"), 0.4)
-    o, state = packed_recurrence(*arguments, x["initial_state"], boundaries(*lengths), jnp.float32)
-    expected = loops(**x, scale=0.4, lengths=lengths)
-    assert_close("o", o, expected[0], 1e-6)
-    assert_close("final_state", state, expected[1], 1e-6)
-    assert not o[:, sum(lengths) :].any()
-    o, _ = recurrence(*arguments, None, jnp.float32)
-    start = jnp.zeros((1, 2, 3, 2))
-    assert_close("o", o, loops(**x | dict(initial_state=start), scale=0.4, lengths=None)[0], 1e-6)

@@ -4,14 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
-from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.kernels.matmul import dot
 from chunkwise.shared.testing.cases import CASES
-from chunkwise.shared.testing.compare import assert_close, assert_gradients, error, numeric_gradients, with_gradients
+from chunkwise.shared.testing.compare import assert_close, assert_gradients, error
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, poison_padding, spec
-from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products, text_for_tpu
 from tests.transforms import assert_traced_once
 
 
@@ -91,22 +87,9 @@ def test_cases_hold_what_they_promise():
     assert any(c.HV > c.H > 1 for c in CASES)
 
 
-def test_numeric_gradients():
-    grads = numeric_gradients(lambda x, y: x**2 * y, dict(x=np.array([1.0, 2.0]), y=np.array([3.0, 4.0])), [np.ones(2)])
-    np.testing.assert_allclose(grads["x"], [6.0, 16.0], rtol=1e-8)
-    np.testing.assert_allclose(grads["y"], [1.0, 4.0], rtol=1e-8)
-
-
 def test_assert_traced_once_counts():
     with pytest.raises(AssertionError, match="traced 2 times"):
         assert_traced_once(lambda x: 2 * x, (jnp.ones(2),), (jnp.ones(3),))
-
-
-def test_gradients_of_named_results():
-    fn = lambda x, cu_seqlens: dict(y=x["a"] * x["b"])
-    x = dict(a=jnp.array([2.0]), b=jnp.array([3.0]))
-    got = with_gradients(fn)(x, None, dict(y=jnp.array([10.0])))
-    assert {name: float(y[0]) for name, y in got.items()} == dict(y=6.0, da=30.0, db=20.0)
 
 
 def test_assert_gradients_finds_a_wrong_one():
@@ -119,33 +102,3 @@ def test_assert_gradients_finds_a_wrong_one():
     assert_gradients(lambda x: x**2, lambda x: x**2, args)
     with pytest.raises(AssertionError, match="dx: error"):
         assert_gradients(wrong, lambda x: x**2, args)
-
-
-def test_text_for_tpu_is_that_of_the_tpu():
-    choose = lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, default=jnp.cos)
-    text = text_for_tpu(choose, jnp.ones(2))
-    assert "stablehlo.sine" in text
-    assert "stablehlo.cosine" not in text
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize("auto_layout", [False, True])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compile_for(chip, auto_layout):
-    executable = compile_for(lambda x: x @ x, spec(256, 256), chip=chip, auto_layout=auto_layout)
-    assert executable.memory_analysis().output_size_in_bytes == 256 * 256 * 4
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
-def test_kernel_products():
-    def launch(x):
-        def kernel(x_ref, o_ref):
-            x = x_ref[...]
-            o_ref[...] = dot(x, x) + dot(x, x, jnp.bfloat16)
-
-        return pl.pallas_call(kernel, out_shape=spec(1, 128, 128))(x)
-
-    assert kernel_products(text_for_tpu(launch, spec(1, 128, 128))) == [[("f32", "f32", "fp32"), ("bf16", "bf16", "")]]
-    assert kernel_products(text_for_tpu(lambda x: x @ x, spec(8, 8))) == []

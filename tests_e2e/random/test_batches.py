@@ -6,15 +6,14 @@ not for CI. What it finds becomes a test of its own.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkwise.pipeline.operators import CHUNKED, Entry, operator_inputs
-from chunkwise.shared.testing.compare import assert_close, tolerance
-from chunkwise.shared.testing.inputs import GATES, boundaries, poison_padding
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.compare import tolerance
+from chunkwise.shared.testing.inputs import GATES, boundaries
+from tests.recurrence import assert_recurrence
 
 
 @st.composite
@@ -50,25 +49,10 @@ def run(operator: Entry, implementation: str, b: dict) -> None:
     options = {} if b["lengths"] is None else {"cu_seqlens": boundaries(*b["lengths"])}
     if b["normalise"]:
         options["use_qk_l2norm_in_kernel"] = True
-    rng = np.random.default_rng(1)
-    do = jnp.asarray(rng.standard_normal(x["v"].shape), b["dtype"])
-    dht = jnp.asarray(rng.standard_normal((N, b["HV"], b["K"], b["V"])), jnp.float32) if b["end"] else None
-
-    @jax.jit
-    def outputs_and_gradients(x):
-        function = lambda x: operator.function(
-            **x, **options, output_final_state=b["end"], chunk_size=b["chunk_size"], implementation=implementation
-        )
-        outputs, pullback = jax.vjp(function, x)
-        return outputs, pullback((do, dht))[0]
-
-    (o, state), gradients = outputs_and_gradients(poison_padding(x, options.get("cu_seqlens")))
-    want_o, want_state, want = reference(**x, **options, do=do, dht=dht)
-    results = {"o": (o, want_o)} | {f"d{name}": (dx, want[name]) for name, dx in gradients.items()}
-    if b["end"]:
-        results["final_state"] = state, want_state
-    for name, (got, expected) in results.items():
-        assert_close(name, got, expected, tolerance(name, b["dtype"]))
+    assert_recurrence(
+        operator.function, x, **options, output_final_state=b["end"], chunk_size=b["chunk_size"],
+        implementation=implementation, limit=lambda name, dtype, x: tolerance(name, b["dtype"]),
+    )  # fmt: skip
     jax.clear_caches()
 
 

@@ -54,22 +54,6 @@ def test_wide_heads():
         chunk_gated_delta_rule(**make_inputs(1, 8, 1, 1, 16, 320), implementation="fused")
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (dict(state_indices=jnp.zeros(1, jnp.int32)), "`state_indices` must come with the pool as `initial_state`"),
-        (
-            dict(state_indices=jnp.zeros(2, jnp.int32), initial_state=jnp.zeros((5, 4, 16, 16))),
-            "`state_indices` must be int32 of shape (1,); got int32 (2,).",
-        ),
-        (dict(has_initial_state=jnp.ones(1)), "`has_initial_state` must be bool of shape (1,); got float32 (1,)."),
-    ],
-)
-def test_decode(bad, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        recurrent_gated_delta_rule(**make_inputs(1, 8, 2, 4, 16, 16), **bad)
-
-
 def test_decode_of_too_many_tokens():
     with pytest.raises(NotImplementedError, match="takes a few tokens per sequence"):
         recurrent_gated_delta_rule(**make_inputs(1, 20000, 1, 1, 16, 16), implementation="fused")

@@ -47,12 +47,6 @@ def activation(x: np.ndarray, name: str | None) -> np.ndarray:
     return {None: x, "sigmoid": s, "silu": x * s}[name]
 
 
-def activation_slope(x: np.ndarray, name: str | None) -> np.ndarray:
-    """Return the derivative of the activation at x."""
-    s = activation(x, "sigmoid")
-    return {None: np.ones_like(x), "sigmoid": s * (1 - s), "silu": s * (1 + x * (1 - s))}[name]
-
-
 def causal_conv1d(
     x, weight, bias=None, initial_state=None, *, name: str | None = None, cu_seqlens=None, segment_ids=None
 ):  # fmt: skip
@@ -73,20 +67,6 @@ def causal_conv1d(
     return y, final
 
 
-def causal_conv1d_gradients(x, weight, dy, *, name: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of x and of the weight through the convolution of whole rows, without bias and states."""
-    x, weight, dy = (np.asarray(y, np.float64) for y in (x, weight, dy))
-    T, W = x.shape[1], weight.shape[1]
-    inputs = np.pad(x, [(0, 0), (W - 1, 0), (0, 0)])
-    raw = np.sum([weight[:, i] * inputs[:, i : i + T] for i in range(W)], axis=0)
-    slope = dy * activation_slope(raw, name)
-    d_inputs, d_weight = np.zeros(inputs.shape), np.zeros(weight.shape)
-    for i in range(W):
-        d_inputs[:, i : i + T] += weight[:, i] * slope
-        d_weight[:, i] = np.sum(slope * inputs[:, i : i + T], axis=(0, 1))
-    return d_inputs[:, W - 1 :], d_weight
-
-
 def rms_norm_gated(x, z, weight, *, name: str | None = "silu", norm_before_gate: bool = True, eps: float = 1e-6):
     """Return the gated RMSNorm over the last axis."""
     x, z, weight = (np.asarray(y, np.float64) for y in (x, z, weight))
@@ -94,15 +74,3 @@ def rms_norm_gated(x, z, weight, *, name: str | None = "silu", norm_before_gate:
     u = x if norm_before_gate else x * gate
     y = weight * u / np.sqrt(np.mean(u**2, axis=-1, keepdims=True) + eps)
     return y * gate if norm_before_gate else y
-
-
-def rms_norm_gated_gradients(
-    x, z, weight, dy, *, name: str | None = "silu", eps: float = 1e-6
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of x, z and the weight through the norm that comes before its gate."""
-    x, z, weight, dy = (np.asarray(y, np.float64) for y in (x, z, weight, dy))
-    gate, r = activation(z, name), 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
-    n, dn = x * r, dy * gate * weight
-    dx = r * (dn - n * np.mean(dn * n, axis=-1, keepdims=True))
-    d_weight = np.sum(dy * gate * n, axis=tuple(range(x.ndim - 1)))
-    return dx, dy * weight * n * activation_slope(z, name), d_weight
