@@ -1,4 +1,4 @@
-"""The gated delta rule as a user calls it: stage by stage, packed, and beside the model it comes from."""
+"""The gated delta rule as a user calls it: packed, and beside the model it comes from."""
 
 import itertools
 
@@ -6,16 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.chunk_h import chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
-from chunkwise.solve_tril import solve_tril
-from chunkwise.wy_fast import recompute_w_u
 
 THOROUGH = dict(test_ladder=lambda chunk_size: chunk_size == 128)
 
@@ -40,22 +34,6 @@ def test_ladder(ladder, implementation, chunk_size):
     for start, stop in itertools.pairwise(np.asarray(LADDER)):
         ours, theirs = o[:, start:stop], expected[:, start:stop]
         assert_close(f"o of {stop - start} tokens", ours, theirs, TOLERANCE["bfloat16"])
-
-
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_stage_by_stage(implementation):
-    inputs = make_inputs(2, 100, 1, 2, 32, 48, num_states=2)
-    q, k, v, g, beta, h0 = (inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state"))
-    run = {"implementation": implementation}
-    g_cum = chunk_local_cumsum(g, 32, **run)
-    A = chunk_scaled_dot_kkt(k, beta, g_cum, chunk_size=32, **run)
-    A_inv = solve_tril(A, **run)
-    w, u = recompute_w_u(k, v, beta, A_inv, g_cum, **run)
-    h, v_new, state = chunk_gated_delta_rule_fwd_h(k, w, u, g_cum, h0, True, chunk_size=32, **run)
-    o = chunk_fwd_o(q, k, v_new, h, g_cum, chunk_size=32, **run)
-    o_ref, state_ref = reference(**inputs)
-    assert_close("o", o, o_ref, TOLERANCE["float32"])
-    assert_close("final_state", state, state_ref, TOLERANCE["float32"])
 
 
 @pytest.mark.torch

@@ -17,8 +17,8 @@ KERNEL = several_chunks_suite.Kernel(chunk_kda, lambda chunks: Config(2, 2, chun
     [
         # Two rows, of which the last grid step has one of three chunks, and this chunk some tokens.
         (jnp.float32, (2, 200, 1, 2, 24, 40), dict(num_states=2, per_channel=True)),
-        # Two blocks of heads on a key head; the second path after strong gates; keys that the kernel scales itself.
-        (jnp.bfloat16, (1, 104, 2, 8, 24, 40), dict(normalise=False, per_channel=True, gate="resets")),
+        # Two blocks of heads; the second path after strong gates; keys that the kernel scales to unit length.
+        (jnp.bfloat16, (1, 200, 2, 4, 24, 40), dict(normalise=False, per_channel=True, gate="resets")),
     ],
 )
 def test_values_and_gradients(dtype, sizes, more):

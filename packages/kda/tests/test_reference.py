@@ -98,6 +98,13 @@ def test_the_step_that_is_measured():
     compare(inputs, implementation="fused")
 
 
+@pytest.mark.interpreted
+def test_steps_share_a_key_head():
+    """Two blocks of value heads on each of two key heads."""
+    inputs = inputs_of(1, 20, 2, 8, 16, 24)
+    compare_gradients(inputs, implementation="fused", chunk_size=16, config=Config(2, 2))
+
+
 @both
 def test_traced_scale(implementation):
     inputs = inputs_of(1, 20, 1, 1, 16, 16)
