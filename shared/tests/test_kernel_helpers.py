@@ -70,6 +70,14 @@ def test_values_taken_and_put():
     np.testing.assert_array_equal(chunking.put(values, index, jnp.array([1, 2, 3, 4], jnp.int32)), [3, 6, 1, 8])
 
 
+@pytest.mark.parametrize("lengths", [None, (5, 0, 12)])
+def test_numbers_of_chunks_have_32_bits(lengths):
+    """Whatever the modes of JAX: kernels read them from scalar memory."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        chunks = chunking.Chunking(1, 20, 16, None if lengths is None else boundaries(*lengths))
+        assert {getattr(chunks, name).dtype for name in ("sequence", "length", "final_chunk")} == {jnp.dtype("int32")}
+
+
 def test_states_of_empty_sequences():
     states, start, cu_seqlens = tile(3, 2), 2.0 + tile(3, 2), boundaries(4, 0, 1)
     assert layout.unless_empty(states, start, None) is states
