@@ -29,10 +29,9 @@ def divided(*names: str) -> list[dict]:
 def scale_v5p() -> str:
     """A million tokens over the devices of a v5p."""
     mib = lambda row: tables.mebibytes(round(row["memory_mib"]))
+    tokens = lambda row: f"{row['devices']} x {tables.whole(row['tokens_each'])}"
     columns = {
-        "devices x tokens each": tables.of(
-            "divided", lambda row: f"{row['devices']} x {tables.whole(row['tokens_each'])}"
-        ),
+        "devices x tokens each": tables.of("divided", tokens),
         "pass": tables.of("divided", tables.way),
         "bundles, alone": tables.of("alone", tables.count("bundles")),
         "divided": tables.of("divided", tables.count("bundles")),
@@ -47,14 +46,13 @@ def scale_v5p() -> str:
 @tables.block
 def scale_v6e() -> str:
     """Every launch of a divided forward."""
+    behind = lambda row: tables.whole(row["bundles"] - row["summary_bundles"])
     columns = {
         "value heads": HEADS,
         "devices": tables.of("divided", "devices"),
         "bundles alone": tables.of("alone", tables.count("bundles")),
         "the map": tables.of("divided", tables.count("summary_bundles")),
-        "the operator behind it": tables.of(
-            "divided", lambda row: tables.whole(row["bundles"] - row["summary_bundles"])
-        ),
+        "the operator behind it": tables.of("divided", behind),
         "ms": MS,
         "more": MORE,
     }
@@ -95,14 +93,13 @@ def ways() -> str:
         sent = tables.mebibytes(round(moved * (devices - 1) / devices / 2**20))
         return f"{tables.decimals(devices * alone[case.HV // devices])} + {tables.decimals(links)}, {sent}"
 
+    maps = lambda row: f"{tables.decimals(row['estimate_ms'])}, {tables.mebibytes(row['sent_mib'])}"
     at = lambda way: tables.of("divided", lambda row: way(CASES[row["case"]], row["devices"], row["topology"]))
     columns = {
         "value heads": HEADS,
         "devices": tables.of("divided", "devices"),
         "alone, ms": tables.of("alone", tables.fixed("estimate_ms")),
-        "maps, ms, MiB sent": tables.of(
-            "divided", lambda row: f"{tables.decimals(row['estimate_ms'])}, {tables.mebibytes(row['sent_mib'])}"
-        ),
+        "maps, ms, MiB sent": tables.of("divided", maps),
         "a wavefront, ms": at(wavefront),
         "heads for tokens, ms of kernels + links, MiB sent": at(heads_for_tokens),
     }
