@@ -19,7 +19,7 @@ T, H, HV, K, V, C, D, W, N = 24, 1, 2, 16, 16, 16, 8, 4, 2
 ENDS, SLOTS = (0, 7, T), 12
 CHANNEL_GATES = ("kda", "gdn2", "gla", "dplr_delta_rule", "rwkv7")
 # Tile sizes that are not ones.
-CONFIGS = {"causal_conv1d": (16, 128), "cumsum": (1, 128)}
+CONFIGS = {"causal_conv1d": (16, 128), "norm_gated": (16, 1, 16)}
 OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr", "mlstm")
 # The packages whose kernels a package runs.
 KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}, "mlstm": {"fused_gla"}}

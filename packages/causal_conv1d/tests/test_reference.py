@@ -99,7 +99,7 @@ def test_values(batch, states, implementation):
         spoilt = x | dict(x=jnp.where(batch.padding()[:, :, None], jnp.nan, x["x"]))
         options = dict(
             output_final_state=True, activation="silu", **batch.options(), implementation=implementation,
-            config=batch.config,
+            config=batch.config if implementation == "pallas" else None,
         )  # fmt: skip
         y, final = causal_conv1d(**spoilt, **options)
         want, state = batch.definition(**x)
@@ -160,7 +160,7 @@ def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):
         def gradients(implementation, x, cotangents):
             run = lambda x: causal_conv1d(
                 **x, output_final_state=True, activation="silu", **batch.options(), implementation=implementation,
-                config=batch.config,
+                config=batch.config if implementation == "pallas" else None,
             )  # fmt: skip
             return jax.vjp(run, x)[1](cotangents)[0]
 
