@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.compare import assert_close, numeric_gradients
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 
@@ -55,6 +55,20 @@ def test_loops(operator, lengths):
     got = reference(**x, scale=0.4, cu_seqlens=boundaries(*lengths) if lengths else None)
     for name, a, b in zip(("o", "final_state"), got, expected, strict=True):
         assert_close(name, a, b, 1e-13)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("lengths", [None, (1, 0, 3)], ids=["fixed", "packed"])
+def test_gradients_are_finite_differences_of_the_loops(lengths, operator):
+    """All kernels' gradients are held against these, so that they come from nothing but the definition."""
+    x = inputs(operator, T=5, num_states=3 if lengths else 1)
+    rng = np.random.default_rng(1)
+    do, dht = rng.standard_normal(x["v"].shape), rng.standard_normal(x["initial_state"].shape)
+    grads = reference(**x, scale=0.4, cu_seqlens=boundaries(*lengths) if lengths else None, do=do, dht=dht)[2]
+    expected = numeric_gradients(lambda **x: loops(**x, scale=0.4, lengths=lengths), x, [do, dht])
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        assert_close(f"d{name}", grad, expected[name], 1e-7)
 
 
 def test_normalisation_and_default_scale():
