@@ -177,10 +177,11 @@ def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
     return Cache(conv, written if state is pool.state else written.states)
 
 
-def check_is_cache(name: str, cache) -> None:
-    """Check that an argument is a Cache."""
+def check_is_cache(name: str, cache) -> Cache:
+    """Check that an argument is a Cache, and return it."""
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
+    return cache
 
 
 def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:

@@ -68,7 +68,7 @@ def check_input(x, config, run: running.Run) -> None:
     name, cache = run.own_cache
     if cache is None and isinstance(run, running.Sequences):
         return
-    caches.check_is_cache(name, cache)
+    cache = caches.check_is_cache(name, cache)
     # The operator checks a StatePool. The convolutions check their pools, which may have more slots than the states.
     pool = state_pool.as_pool(cache.state)
     pooled = pool is cache.state
