@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import kernel, loads
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import chunk_loop, inverse, schedule
 
 
@@ -54,7 +55,9 @@ def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChu
             yield
 
     passing, preparing = _pass_chunks(refs, views, prev, static), prepare()
-    schedule.interleave("pm" * (packs * static.chunks), p=passing, m=preparing)
+    size = static.config.heads, static.C, static.K
+    order = tuning.find_order("chunkwise.kda", f"{static.chunks} chunks", size, "pm" * (packs * static.chunks))
+    schedule.interleave(order, p=passing, m=preparing)
     for _ in preparing:
         pass
     A = [jnp.concatenate([staged[i, n][1][:, static.C :] for n in firsts]) * rounded[i][1] for i in range(len(cur))]
