@@ -21,6 +21,7 @@ from benchmarks import (
     gpu_compiler,
     jaxbench,
     operators,
+    peers,
     plots,
     production,
     scale,
@@ -67,7 +68,8 @@ def parse(arguments=None) -> argparse.Namespace:
     timed.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     timed.add_argument("--repeats", type=int, default=7)
     one = commands.add_parser("time", parents=[sizes, timed, saved], help="operators on this machine, beside peers")
-    add_cases(one, CASES)
+    add_cases(one, CASES | COMPOSED)
+    one.add_argument("--beside", action="append", default=[], choices=peers.NAMES, help="a peer that must be installed")
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("tpu", parents=[sizes, compiled, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
@@ -133,7 +135,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
     if options.command == "time":
         more = jnp.dtype(options.dtype), options.implementation or default, options.backward, options.repeats
         for name, case, T, label in shapes(options):
-            run = several(operators.measure, case, T, *more, options.devices)
+            run = several(operators.measure, case, T, *more, options.devices, options.beside)
             yield f"{name}, T = {T}", label | {"dtype": options.dtype, "devices": options.devices}, run
     elif options.command == "tpu":
         implementations = options.implementation or ["fused", *tpu_peers.installed()]

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 
 from chunkwise.command.models import MODELS, Layer
-from chunkwise.pipeline import operators
 
 CASES = MODELS | {
     "qwen3-next-80b-unit": Layer("gated_delta_rule", H=16, HV=32, normalise=True),
@@ -32,7 +31,7 @@ CASES = MODELS | {
 
 @dataclasses.dataclass(frozen=True)
 class Composed(Layer):
-    """A case of an operator of `operators.COMPOSED`, as a `Layer` is one of `operators.OPERATORS`.
+    """A case of an operator that runs another one.
 
     Attributes:
       base: the operator whose kernels run, and `tokens` of it for a token.
@@ -46,15 +45,6 @@ class Composed(Layer):
     def runs(self, T: int) -> list[Layer]:
         """Return the layers whose kernels run for T tokens."""
         return [Layer(self.base, self.H, self.HV, self.K, V, T * self.tokens) for V in (self.V, *self.beside)]
-
-    @property
-    def table(self) -> operators.Entry:
-        """The operator's line in the table."""
-        return operators.COMPOSED[f"chunk_{self.operator}"]
-
-    @property
-    def _options(self) -> dict:
-        return dict(self.table.static)
 
     def specs(self, T: int, dtype) -> dict:
         """Return the shapes and types of the inputs without data; they have several entries for a token, or one."""

@@ -7,8 +7,8 @@ from benchmarks import peers, timing
 from chunkwise.command.models import Layer
 
 
-def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats: int, devices: int) -> list[dict]:
-    """Return a row for every implementation and for every peer that is installed and takes the case.
+def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats: int, devices: int, beside=()):
+    """Return a row for every implementation and for every peer that is installed and takes the case, as some have to.
 
     Heads are split over `devices`, also for the scan. The check covers every token of the last sequence in the last key
     head's group, in the same arrays that are timed.
@@ -21,7 +21,7 @@ def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats
     limits = {name: case.tolerance(name, x["v"].dtype.name) for name in expected}
     runs = [timing.compiled(name, case.function(name), x, cu_seqlens, cotangents, devices) for name in implementations]
     return timing.measure(
-        runs, peers.available(case, x, cu_seqlens, do if backward else None, devices),
+        runs, peers.available(case, x, cu_seqlens, do if backward else None, devices, beside),
         lambda results: timing.worst(case.part(results, last), expected, limits),
         *case.cost(T, dtype, backward), timing.machine_peaks(dtype), repeats,
     )  # fmt: skip

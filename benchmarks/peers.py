@@ -1,6 +1,7 @@
 """Other people's implementations of the same operators, where they are installed."""
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,17 +16,61 @@ from chunkwise.command.models import Layer
 _SCAN_STATES = 2**31
 
 
-def available(case: Layer, x: dict, cu_seqlens, do, devices: int) -> list[Run]:
-    """Return the peers that can run a case here; with do, forward and backward."""
-    peers = (_fla, _jla) if jax.default_backend() == "gpu" else (_transformers, partial(_scan, devices=devices))
-    found = [peer(case, x, cu_seqlens, do) for peer in peers]
-    return [run for run in found if run is not None]
+# The plain forms of others in JAX: by package and operator their module, and o by this module from the inputs.
+_PLAIN: dict[str, dict[str, tuple[str, Callable]]] = {
+    "jax-linear-attention": {
+        "gated_delta_product": ("jla.ops.chunked", lambda theirs, **x: theirs.gated_delta_product(**x)[0]),
+        "dplr_delta_rule": (
+            "jla.ops.rwkv7",
+            lambda theirs, q, gk, **x: theirs.rwkv7_chunked(q, w=gk, scale=q.shape[3] ** -0.5, **x)[0],
+        ),
+        "mlstm": ("jla.ops.chunked", lambda theirs, f, **x: theirs.mlstm(g=jax.nn.log_sigmoid(f), **x)[0]),
+    },
+    "mlstm_kernels": {
+        "mlstm": (
+            "mlstm_kernels.jax.chunkwise.native",
+            lambda theirs, **x: _heads_first(
+                theirs.mlstm_chunkwise__native_autograd(**{name: _heads_first(y) for name, y in x.items()})
+            ),
+        )
+    },
+}
+# The peers on a CPU.
+NAMES = ("transformers", "scan", *_PLAIN)
+
+
+def available(case: Layer, x: dict, cu_seqlens, do, devices: int, beside=()) -> list[Run]:
+    """Return the peers that can run a case here, of which some have to; with do, forward and backward."""
+    cpu = _transformers, partial(_scan, devices=devices), *(partial(_plain, name) for name in _PLAIN)
+    found = [peer(case, x, cu_seqlens, do) for peer in ((_fla, _jla) if jax.default_backend() == "gpu" else cpu)]
+    runs = [run for run in found if run is not None]
+    if lacking := set(beside) - {run.name for run in runs}:
+        rule = "`--beside` must name packages that are installed and have the operator of the case"
+        raise ValueError(f"{rule}; got {', '.join(sorted(lacking))} for {case.operator}.")
+    return runs
+
+
+def _heads_first(y: jax.Array) -> jax.Array:
+    return jnp.swapaxes(y, 1, 2)
+
+
+def _plain(name: str, case: Layer, x: dict, cu_seqlens, do) -> Run | None:
+    """The plain form of a package for one sequence."""
+    if cu_seqlens is not None or case.operator not in _PLAIN[name]:
+        return None
+    module, function = _PLAIN[name][case.operator]
+    try:
+        theirs = importlib.import_module(module)
+    except ImportError:
+        return None
+    run = lambda x, _: {"o": function(theirs, **x)}
+    return compiled(name, run, x, None, None if do is None else {"o": do})
 
 
 def _scan(case: Layer, x: dict, cu_seqlens, do, devices: int) -> Run | None:
     """The recurrence as a user would write it in JAX: `lax.scan` over tokens, for all heads and sequences at once."""
     tokens, N = x["v"].shape[1], max(1, case.sequences)
-    if case.ragged or tokens % N or case.table.erase is not None:
+    if case.ragged or tokens % N or case.table.erase or case.table.composition:
         return None
     if do is not None and 4 * tokens * case.HV * case.K * case.V > _SCAN_STATES:
         return None

@@ -94,8 +94,9 @@ def read_config(found: dict) -> Config:
     f = Settings(found)
     require(f, "weight_mode", "single")
     require(f, "add_out_norm", True)
-    cap = f.get("output_logit_soft_cap", 30.0)
-    return Config(f["num_hidden_layers"], config_from({"model_type": "xlstm"} | f), cap)
+    # The file of xLSTM-7B has one name, and files that transformers writes have the other.
+    blocks = f["num_blocks" if "num_blocks" in f else "num_hidden_layers"]
+    return Config(blocks, config_from({"model_type": "xlstm"} | f), f.get("output_logit_soft_cap", 30.0))
 
 
 def random_model(vocabulary: int) -> tuple[Config, Model]:

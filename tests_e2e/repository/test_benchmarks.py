@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, COMPOSED, Composed
 from chunkwise.command.models import Layer
 from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing import tpu as compiler
@@ -46,6 +47,18 @@ def test_time_of_sequences_of_different_lengths(run):
     code, rows = run("time", "--case", "ragged", "--repeats", "1")
     assert code == 0
     assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
+
+
+def test_time_of_an_operator_by_composition(run, monkeypatch):
+    """Its own definition judges it; a package that has to run beside it must be installed."""
+    monkeypatch.setitem(COMPOSED, "tiny", Composed("gated_delta_product", H=1, HV=2, K=8, V=8, base="gated_delta_rule"))
+    monkeypatch.setitem(sys.modules, "jla.ops.chunked", None)
+    arguments = "time", "--case", "tiny", "--tokens", "32", "--backward", "--repeats", "1"
+    code, rows = run(*arguments)
+    assert code == 0
+    assert [(row["implementation"], row["correct"]) for row in rows] == [("xla", True)]
+    with pytest.raises(ValueError, match=r"`--beside` must name packages .*; got jax-linear-attention for gated_delta"):
+        run(*arguments, "--beside", "jax-linear-attention")
 
 
 def test_cost_is_the_packages():

@@ -3,7 +3,6 @@
 `chunkwise report` and the benchmarks measure them.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise import pipeline
-from chunkwise.pipeline.operators import OPERATORS, Entry, operator_inputs
+from chunkwise.pipeline.operators import COMPOSED, OPERATORS, Entry
 from chunkwise.shared.call.checks import choose_chunk_size
 from chunkwise.shared.kernels.chunking import token_owners
-from chunkwise.shared.testing.compare import tolerance, with_gradients
-from chunkwise.shared.testing.oracle import reference
+from chunkwise.shared.testing.compare import with_gradients
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,9 @@ class Layer:
     disable_recompute: bool = False
 
     @property
-    def _options(self) -> dict[str, bool]:
-        """Further options of the operator and its oracle; gated linear attention has none."""
-        return {"use_qk_l2norm_in_kernel": True} if self.normalise else {}
-
-    @property
     def table(self) -> Entry:
         """The operator's line in the table of operators."""
-        return OPERATORS[f"chunk_{self.operator}"]
+        return (OPERATORS | COMPOSED)[f"chunk_{self.operator}"]
 
     @property
     def width(self) -> int:
@@ -67,21 +60,22 @@ class Layer:
 
         `sharding` says how v is split over devices; None for one device.
         """
-        operator = self.table.function
-        if self.disable_recompute:
-            operator = functools.partial(operator, disable_recompute=True)
+        # Not every operator takes both.
+        asked = dict(use_qk_l2norm_in_kernel=self.normalise, disable_recompute=self.disable_recompute)
+        options = dict(self.table.static) | {name: True for name, value in asked.items() if value}
 
         def run(x, cu_seqlens):
             packing = {"cu_seqlens": cu_seqlens}
             if self.segments:
                 packing = {"segment_ids": token_owners(x["q"].shape[1], cu_seqlens)[None]}
-            return {"o": operator(**x, **packing, **self._options, implementation=implementation, sharding=sharding)[0]}
+            more = options | packing | dict(implementation=implementation, sharding=sharding)
+            return {"o": self.table.function(**x, **more)[0]}
 
         return run
 
     def inputs(self, T: int, dtype) -> dict:
         """Return seeded inputs by argument name, without constant gates."""
-        x = operator_inputs(self.table, 1, T, self.H, self.HV, self.K, self.V, dtype=dtype)
+        x = self.table.source.inputs(1, T, self.H, self.HV, self.K, self.V, dtype=dtype)
         x.pop("g_gamma", None)
         return x
 
@@ -107,12 +101,12 @@ class Layer:
 
     def expected(self, part: dict, do) -> dict[str, np.ndarray]:
         """Return o in float64 for one sequence of a `part`, and the gradients of the inputs if do is given."""
-        o, _, *gradients = reference(**part, do=do, **self._options)
-        return {"o": o} | ({f"d{name}": y for name, y in gradients[0].items()} if gradients else {})
+        o, _, *gradients = self.table.source.reference(part, do=do, use_qk_l2norm_in_kernel=self.normalise)
+        return {"o": o} | ({} if do is None else {f"d{name}": gradients[0][name] for name in part})
 
     def tolerance(self, name: str, dtype: str) -> float:
         """Return the tolerance of a result, or of a gradient, whose name begins with d."""
-        return tolerance(name, dtype)
+        return self.table.source.tolerance(name, dtype)
 
     def boundaries(self, T: int):
         """Return cu_seqlens int32 [sequences + 1], or None."""

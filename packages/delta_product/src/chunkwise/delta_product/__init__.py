@@ -9,9 +9,4 @@ from chunkwise.fused_gdn.config import Config
 from chunkwise.shared import version
 
 __version__ = version.of(__name__)
-__all__ = [
-    "Config",
-    "chunk_gated_delta_product",
-    "ragged_gated_delta_product",
-    "recurrent_gated_delta_product",
-]
+__all__ = ["Config", "chunk_gated_delta_product", "ragged_gated_delta_product", "recurrent_gated_delta_product"]

@@ -44,7 +44,7 @@ def chunk_gated_delta_product(
         o_t = scale S^T q_t                        S_t = S
 
     A token decays the state once, and then takes n steps of the delta rule. This is `chunk_gated_delta_rule` over T n
-    tokens, whose kernels run. The outputs of the tokens without a query are written and dropped.
+    tokens, whose kernels run.
 
     Args:
       q: queries [B, T, H, K].
@@ -61,7 +61,7 @@ def chunk_gated_delta_product(
       config: tile sizes of the kernels of "fused"; None for the best.
 
     Accuracy: as `chunk_gated_delta_rule` over T n tokens.
-    Cost: that of `chunk_gated_delta_rule` over T n tokens, and one copy of q, g and o.
+    Cost: that of `chunk_gated_delta_rule` over T n tokens; without "fused" also one copy of q, g and o.
     Source: Siems et al., DeltaProduct (2025).
     """
     ...

@@ -35,8 +35,7 @@ def chunk_dplr_delta_rule(
         S_t = Diag(e^gk_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
         o_t = scale S_t^T q_t
 
-    a reads the state before its decay. It is the delta rule with two keys over 2 T tokens, and runs the kernels of
-    `chunk_kda`. The outputs of the tokens without a query are written and dropped.
+    a reads the state before its decay. It is the delta rule with two keys over 2 T tokens, by the kernels of KDA.
 
     Args:
       a: keys [B, T, H, K] that read the state, without a minus sign: an erasing one points against b.
@@ -50,7 +49,7 @@ def chunk_dplr_delta_rule(
         `chunk_kda`, a promise of -16.6 or more saves products.
 
     Accuracy: as `chunk_kda` over 2 T tokens.
-    Cost: that of `chunk_kda` with erase keys over 2 T tokens, and one copy of every tensor.
+    Cost: that of `chunk_kda` with erase keys over 2 T tokens; without "fused" also one copy of every tensor.
     Source: Peng et al., RWKV-7 "Goose" (2025), for its vectors a and b; docs/composition.md has the reduction.
     """
     ...
@@ -94,7 +93,7 @@ def chunk_rwkv7(
       scale: multiplies the output; a number, which is static, or a scalar array, which may be traced.
 
     Accuracy: as `chunk_kda` over 2 T tokens.
-    Cost: that of `chunk_kda` with erase keys over 2 T tokens, and one copy of every tensor.
+    Cost: that of `chunk_kda` with erase keys over 2 T tokens; without "fused" also one copy of every tensor.
     Source: Peng et al., RWKV-7 "Goose" (2025).
     """
     ...

@@ -36,8 +36,6 @@ def chunk_mlstm(
 
     log f is log_sigmoid(f), and final_state is an `MlstmState`, whose C has the shape above.
 
-    C, n and e^-m are divided by e^m, which changes nothing but the share of eps; so m has no gradient.
-
     Args:
       i: raw input gates [B, T, HV], logs of weights, of any of these types and any strength; -inf writes nothing.
       f: raw forget gates [B, T, HV], of any of these types and any strength; -inf forgets everything before.

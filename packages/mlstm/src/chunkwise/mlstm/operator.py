@@ -21,6 +21,7 @@ from chunkwise.shared.call import arguments, checks, signature
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.kernels import chunking, matmul, packed
+from chunkwise.shared.mesh import partition
 
 # It has the implementations of simple gated linear attention, and its own name in errors.
 OPERATOR = dataclasses.replace(gla.SIMPLE_GLA, name="mlstm")
@@ -96,7 +97,9 @@ def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Optio
     q, k = (chunking.select_tokens(gates.valid, heads(jnp.asarray(y))) for y in (x.q, x.k))
     # Over a mesh, heads are split, and a product over them would add up over devices.
     flat = lanes > 1 and options.sharding is None and not any(jax.typeof(x.v).sharding.spec)
-    weights = _like(x.v, _in_lanes(gates.weight, lanes, flat, matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)))
+    weights = _in_lanes(gates.weight, lanes, flat, matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype))
+    kind = jax.typeof(x.v).sharding
+    weights = partition.place(weights, _unsplit_channels(kind.spec), kind.mesh)
     ones = x._replace(q=q, k=k, v=weights, g=gates.decay, initial_state=n)
     y, n = of_weights(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
     y = _lane_sum(y, flat) if lanes > 1 else y[..., 0].astype(jnp.float32)
@@ -194,12 +197,6 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
     return C, n, jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
 
 
-def _like(v: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return weights as values, which lie on a mesh as v does."""
-    kind = jax.typeof(v).sharding
-    return weights if kind.mesh.empty else jax.sharding.reshard(weights, _unsplit_channels(kind))
-
-
 def _unsplit_channels(sharding: Any) -> Any:
     """Return the sharding of v, or None, for ones, which have no value channels to split."""
     if isinstance(sharding, NamedSharding):
@@ -210,6 +207,4 @@ def _unsplit_channels(sharding: Any) -> Any:
 def _whole_rows(gate: jax.Array) -> jax.Array:
     """Return gates [B, T, HV] whose tokens no explicit axis of a mesh splits, because a scan goes along them."""
     kind = jax.typeof(gate).sharding
-    if not (*kind.spec, None, None)[1]:
-        return jnp.asarray(gate)
-    return jax.sharding.reshard(gate, NamedSharding(kind.mesh, PartitionSpec(kind.spec[0], None, *kind.spec[2:])))
+    return partition.place(jnp.asarray(gate), PartitionSpec(*kind.spec[:1], None, *kind.spec[2:]), kind.mesh)

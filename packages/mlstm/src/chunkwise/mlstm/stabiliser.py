@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import chunking, packed, segment_tables
+from chunkwise.shared.kernels import chunking, segment_tables
 from chunkwise.shared.plain import stream
-
-# Tokens of a block of the scan: the lanes of a register.
-_BLOCK = packed.LANES
 
 
 class Stabilised(NamedTuple):
@@ -47,9 +44,9 @@ def stabilise(
     m, entering, last = _over_devices(F, top, before, cu_seqlens, axes)
     previous = jnp.concatenate([jnp.broadcast_to(entering, m[:, :1].shape), m[:, :-1]], axis=1)
     previous = jnp.where(begins, start, previous)
-    # A difference of infinities is not a number.
+    # A difference of infinities is not a number. The difference of stabilisers, which may be large, is exact.
     finite = lambda y: jnp.where(jnp.isneginf(y), 0.0, y)
-    decay = log_f + finite(previous) - finite(m)
+    decay = log_f + (finite(previous) - finite(m))
     decay = jnp.where(jnp.isneginf(previous) | jnp.isneginf(m), -jnp.inf, decay)
     weight = jnp.where(jnp.isneginf(i), 0.0, jnp.exp(finite(i) - finite(m)))
     return Stabilised(decay, jnp.where(wrong, jnp.nan, weight), jnp.exp(-m), last, valid)
@@ -88,15 +85,6 @@ def _over_devices(F: jax.Array, top: jax.Array, before: jax.Array, cu_seqlens, a
 def _scan(F: jax.Array, top: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """Return the maps of all elements up to every element along an axis, in a logarithm of its length of steps."""
     size, distance = F.shape[axis], 1
-    if size > _BLOCK and size % _BLOCK == 0:
-        # A TPU takes longer for a shift by whole registers than for a shift inside of them.
-        F, top = (y.reshape(*y.shape[:axis], -1, _BLOCK, *y.shape[axis + 1 :]) for y in (F, top))
-        F, top = _scan(F, top, axis + 1)
-        last = lambda y: lax.index_in_dim(y, _BLOCK - 1, axis + 1, keepdims=False)
-        ends = _scan(last(F), last(top), axis)
-        F_before, top_before = (jnp.expand_dims(y, axis + 1) for y in _before(*ends, 1, axis))
-        whole = lambda y: y.reshape(*y.shape[:axis], size, *y.shape[axis + 2 :])
-        return whole(F + F_before), whole(jnp.maximum(top, F + top_before))
     while distance < size:
         F_before, top_before = _before(F, top, distance, axis)
         F, top = F + F_before, jnp.maximum(top, F + top_before)

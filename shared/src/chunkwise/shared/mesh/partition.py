@@ -212,10 +212,10 @@ def _check_fits(name: str, x, division: Division) -> None:
         )
 
 
-def _place(x, spec: PartitionSpec, mesh):
+def place(x, spec: PartitionSpec, mesh):
     """Return an argument with this sharding along explicit axes; devices drop parts, and nothing is communicated."""
     if isinstance(x, interleaved.Interleaved):
-        return x.map(lambda y: _place(y, spec, mesh))
+        return x.map(lambda y: place(y, spec, mesh))
     explicit = [name for name in mesh.axis_names if compat.axis_type(mesh, name) == AxisType.Explicit]
     if not explicit:
         return x
@@ -265,7 +265,7 @@ def over_mesh(
     arrays = dict(zip(arrays, compat.vary_alike(*arrays.values()), strict=True))
     mesh, names, outer = division.mesh, division.names, compat.varying_axes(*arrays.values())
     specs = {name: _spec(division.of(name, x.ndim)) for name, x in arrays.items()}
-    arrays = {name: _place(x, specs[name], mesh) for name, x in arrays.items()}
+    arrays = {name: place(x, specs[name], mesh) for name, x in arrays.items()}
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     others = {name: x for name, x in arrays.items() if name not in floats}
     sums = {name: division.summed_over(name, x.ndim) for name, x in floats.items()}
@@ -352,9 +352,9 @@ def on_devices(run: Callable[..., Any], division: Division, arguments: Any, lett
     specs = lambda tree: jax.tree.map(lambda y: _spec([division.axes[letter] for letter in y]), tree)
     leaves, structure = jax.tree.flatten(arguments)
     arguments = structure.unflatten(compat.vary_alike(*map(jnp.asarray, leaves)))
-    place = lambda spec, part: jax.tree.map(lambda x: _place(x, spec, division.mesh), part)
+    place_part = lambda spec, part: jax.tree.map(lambda x: place(x, spec, division.mesh), part)
     in_specs = specs(letters)
-    placed = jax.tree.map(place, in_specs, arguments, is_leaf=lambda y: isinstance(y, PartitionSpec))
+    placed = jax.tree.map(place_part, in_specs, arguments, is_leaf=lambda y: isinstance(y, PartitionSpec))
     call = jax.shard_map(
         lambda *parts: run(*jax.tree.map(_unmarked, parts)), mesh=division.mesh, axis_names=set(division.names),
         in_specs=in_specs, out_specs=specs(results), check_vma=False,
