@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import json
 import re
 import runpy
 import sys
@@ -140,6 +141,12 @@ def test_settings_that_an_example_cannot_do(model, setting, value):
         change = {setting: value}
     with pytest.raises(ValueError, match=rf"`(hf_config\.)?{setting}` must be one of .*; got "):
         model.read_config(found | change)
+
+
+def test_the_file_of_xlstm_7b():
+    """It has other names than those that transformers writes."""
+    published = json.loads((ROOT / "packages/layers/tests/published.json").read_text())["xLSTM-7B"]
+    assert xlstm_7b.read_config(published).blocks == 32
 
 
 def test_settings_of_the_layers_of_an_example():

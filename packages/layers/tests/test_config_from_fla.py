@@ -85,20 +85,21 @@ def test_hostile_settings(own):
 
 
 def released() -> dict:
-    """Return the arrays of a file of RWKV-7 that say its sizes, and others."""
-    named = {"emb.weight": np.ones((50, 96)), "blocks.0.ln0.weight": np.ones(96)}
+    """Return the arrays of a file of RWKV-7 that say its sizes, those of the model of 7.2B, and others."""
+    ones = lambda *shape: np.ones(shape, np.int8)
+    named = {"emb.weight": ones(50, 4096), "blocks.0.ln0.weight": ones(4096)}
     for layer in range(2):
-        shapes = dict(r_k=(3, 32), w1=(96, 4), a1=(96, 5), g1=(96, 6), v1=(96, 7))
-        named |= {f"blocks.{layer}.att.{name}": np.ones(shape) for name, shape in shapes.items()}
+        shapes = dict(r_k=(64, 64), w1=(4096, 128), a1=(4096, 128), g1=(4096, 480), v1=(4096, 96))
+        named |= {f"blocks.{layer}.att.{name}": ones(*shape) for name, shape in shapes.items()}
     return named
 
 
 def test_released_files(tmp_path):
     """They have no config; arrays of a folder are read as they are asked for."""
-    sizes = dict(D=96, H=3, HV=3, K=32, V=32, R_decay=4, R_rate=5, R_gate=6)
+    sizes = dict(D=4096, H=64, HV=64, K=64, V=64, R_decay=128, R_rate=128, R_gate=480)
     assert config_from(released(), layer=0) == Rwkv7AttentionConfig(**sizes)
     save_checkpoint(tmp_path, released())
-    assert config_from(open_checkpoint(tmp_path), layer=1) == Rwkv7AttentionConfig(**sizes, R_first=7)
+    assert config_from(open_checkpoint(tmp_path), layer=1) == Rwkv7AttentionConfig(**sizes, R_first=96)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_released_files(tmp_path):
         ({}, -1, "`layer` must be a whole number from 0 on; got -1"),
         ({}, 2, "`hf_config` must have 'blocks.2.att.r_k' of two dimensions, as files of RWKV-7 have it; got no such"),
         ({"blocks.1.att.a1": np.ones(3)}, 1, r"must have 'blocks.1.att.a1' of two dimensions, .*; got \(3,\)"),
-        ({"blocks.1.att.g1": np.ones((96, 0))}, 1, "`R_gate` must be a whole number above 0; got 0"),
+        ({"blocks.1.att.g1": np.ones((4096, 0))}, 1, "`R_gate` must be a whole number above 0; got 0"),
     ],
 )
 def test_released_files_of_another_kind(change, layer, message):

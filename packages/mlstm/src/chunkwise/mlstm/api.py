@@ -79,8 +79,6 @@ def recurrent_mlstm(
 ) -> tuple[jax.Array, MlstmState | None]:
     """The mLSTM token by token, for decoding: one new token or a few for every sequence.
 
-    log f is log_sigmoid(f), and the states are an `MlstmState`, whose C has the shape above.
-
     Args:
       initial_state: the `MlstmState` before every sequence, of any of these types; None for no tokens before.
 

@@ -109,6 +109,7 @@ def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Optio
     return o, MlstmState(C, jnp.sum(n[..., :2], axis=-1), gates.last) if options.output_final_state else None
 
 
+@functools.partial(jax.checkpoint, static_argnums=(2,))  # The backward spreads the factor again.
 def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
     """Return y [B, T, HV, K] times a factor [B, T, HV]; a float16 has too few powers of two for it."""
     dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
