@@ -34,11 +34,12 @@ def chunk_mlstm(
         n_t = e^(log f_t + m_{t-1} - m_t) n_{t-1} + e^(i_t - m_t) k_t
         o_t = scale C_t^T q_t / (max(|scale n_t^T q_t|, e^-m_t) + eps)
 
-    log f is log_sigmoid(f), and final_state is an `MlstmState`, whose C has the shape above.
+    The final_state is an `MlstmState`, whose C has the shape above.
 
     Args:
       i: raw input gates [B, T, HV], logs of weights, of any of these types and any strength; -inf writes nothing.
-      f: raw forget gates [B, T, HV], of any of these types and any strength; -inf forgets everything before.
+      f: raw forget gates [B, T, HV], of any of these types and any strength, where log f stands for log_sigmoid(f);
+        -inf forgets everything before.
       scale: multiplies the queries; defaults to K ** -0.5. A number, which is static, or a scalar array.
       initial_state: the `MlstmState` before every sequence, of any of these types; None for no tokens before.
       eps: is added to the divisor; a number, static.
