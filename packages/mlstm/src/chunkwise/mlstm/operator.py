@@ -109,13 +109,36 @@ def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Optio
     return o, MlstmState(C, jnp.sum(n[..., :2], axis=-1), gates.last) if options.output_final_state else None
 
 
-@functools.partial(jax.checkpoint, static_argnums=(2,))  # The backward spreads the factor again.
 def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
     """Return y [B, T, HV, K] times a factor [B, T, HV]; a float16 has too few powers of two for it."""
-    dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
-    precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
-    use = lambda wide: (wide * y.reshape(wide.shape).astype(wide.dtype)).astype(dtype)
-    return _spread(factor, y.shape[3], flat, precision, use)
+    if flat:
+        return _times_flat(y.reshape(*y.shape[:2], -1), factor).reshape(y.shape)
+    return (factor[..., None] * y.astype(jnp.float32)).astype(_factored(y))
+
+
+def _factored(y: jax.Array) -> Any:
+    return jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
+
+
+@jax.custom_vjp
+def _times_flat(y: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return y [B, T, HV K] times a factor [B, T, HV]; the backward spreads it again."""
+    wide = _product(factor, _ones(y, factor), _PRECISIONS[_factored(y)])
+    return (wide * y.astype(jnp.float32)).astype(_factored(y))
+
+
+def _times_backward(residuals: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y, factor = residuals
+    terms = d.astype(jnp.float32) * y.astype(jnp.float32)
+    return _times_flat(d, factor).astype(y.dtype), _product(terms, _ones(y, factor).T, _PRECISIONS[_factored(y)])
+
+
+_PRECISIONS = {jnp.bfloat16: lax.Precision.DEFAULT, jnp.float32: lax.Precision.HIGHEST}
+_times_flat.defvjp(lambda y, factor: (_times_flat(y, factor), (y, factor)), _times_backward)
+
+
+def _ones(y: jax.Array, factor: jax.Array) -> jax.Array:
+    return jnp.repeat(jnp.eye(factor.shape[2], dtype=jnp.float32), y.shape[2] // factor.shape[2], axis=1)
 
 
 def _of_high(lanes: int) -> jax.Array:
