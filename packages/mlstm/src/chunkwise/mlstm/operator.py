@@ -97,69 +97,46 @@ def _run(of_weights: Callable, of_values: Callable, x: Arguments, options: Optio
     q, k = (chunking.select_tokens(gates.valid, heads(jnp.asarray(y))) for y in (x.q, x.k))
     # Over a mesh, heads are split, and a product over them would add up over devices.
     flat = lanes > 1 and options.sharding is None and not any(jax.typeof(x.v).sharding.spec)
-    weights = _in_lanes(gates.weight, lanes, flat, matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype))
-    kind = jax.typeof(x.v).sharding
+    dtype, kind = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype), jax.typeof(x.v).sharding
+    weights = _in_lanes(gates.weight, lanes, flat, dtype if lanes > 1 else jnp.dtype(jnp.float32), low=1)
     weights = partition.place(weights, _unsplit_channels(kind.spec), kind.mesh)
     ones = x._replace(q=q, k=k, v=weights, g=gates.decay, initial_state=n)
     y, n = of_weights(ones, options._replace(sharding=_unsplit_channels(options.sharding)))
     y = _lane_sum(y, flat) if lanes > 1 else y[..., 0].astype(jnp.float32)
     divisor = jnp.maximum(jnp.abs(y), gates.least) + named["eps"]
-    q, k = _times(q, 1.0 / divisor, flat), _times(k, gates.weight, flat)
+    times = _times_flat if flat else functools.partial(_times, flat=False)
+    q, k = times(q, 1.0 / divisor), times(k, gates.weight)
     o, C = of_values(x._replace(q=q, k=k, g=gates.decay, initial_state=C), options)
     return o, MlstmState(C, jnp.sum(n[..., :2], axis=-1), gates.last) if options.output_final_state else None
 
 
 def _times(y: jax.Array, factor: jax.Array, flat: bool) -> jax.Array:
     """Return y [B, T, HV, K] times a factor [B, T, HV]; a float16 has too few powers of two for it."""
-    if flat:
-        return _times_flat(y.reshape(*y.shape[:2], -1), factor).reshape(y.shape)
-    return (factor[..., None] * y.astype(jnp.float32)).astype(_factored(y))
+    dtype = jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
+    precision = lax.Precision.DEFAULT if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    use = lambda wide: (wide * y.reshape(wide.shape).astype(wide.dtype)).astype(dtype)
+    return _spread(factor, y.shape[3], flat, precision, use)
 
 
-def _factored(y: jax.Array) -> Any:
-    return jnp.bfloat16 if y.dtype == jnp.bfloat16 else jnp.float32
+_times_flat = jax.custom_vjp(functools.partial(_times, flat=True))
+# Without the barrier XLA keeps a float32 number of the spread factor for each channel, and reads them in the backward.
+_times_flat.defvjp(
+    lambda y, factor: (_times_flat(y, factor), (y, factor)),
+    lambda x, d: jax.vjp(functools.partial(_times, flat=True), x[0], lax.optimization_barrier(x[1]))[1](d),
+)
 
 
-@jax.custom_vjp
-def _times_flat(y: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return y [B, T, HV K] times a factor [B, T, HV]; the backward spreads it again."""
-    wide = _product(factor, _ones(y, factor), _PRECISIONS[_factored(y)])
-    return (wide * y.astype(jnp.float32)).astype(_factored(y))
-
-
-def _times_backward(residuals: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y, factor = residuals
-    terms = d.astype(jnp.float32) * y.astype(jnp.float32)
-    return _times_flat(d, factor).astype(y.dtype), _product(terms, _ones(y, factor).T, _PRECISIONS[_factored(y)])
-
-
-_PRECISIONS = {jnp.bfloat16: lax.Precision.DEFAULT, jnp.float32: lax.Precision.HIGHEST}
-_times_flat.defvjp(lambda y, factor: (_times_flat(y, factor), (y, factor)), _times_backward)
-
-
-def _ones(y: jax.Array, factor: jax.Array) -> jax.Array:
-    return jnp.repeat(jnp.eye(factor.shape[2], dtype=jnp.float32), y.shape[2] // factor.shape[2], axis=1)
-
-
-def _of_high(lanes: int) -> jax.Array:
-    """Return which lanes have the high part of a number: 0, and 2, whose gradient is the low part of that of 0."""
-    lane = jnp.arange(lanes, dtype=jnp.int32)
-    return (lane == 0) | (lane == 2)
-
-
-def _in_lanes(y: jax.Array, lanes: int, flat: bool, dtype) -> jax.Array:
-    """Return lanes [B, T, HV, lanes] of a type, of which the first two add up to y: to 16 bits in bfloat16."""
-    bfloat16 = lanes > 1 and dtype == jnp.bfloat16
-    wide = _spread(y, lanes, flat, lax.Precision.HIGH if bfloat16 else lax.Precision.HIGHEST)
+def _in_lanes(y: jax.Array, lanes: int, flat: bool, dtype, low: int) -> jax.Array:
+    """Return y [B, T, HV] in lanes of a type: two of the first three have its high part, and `low` has the rest."""
+    bfloat16, lane = dtype == jnp.bfloat16, jnp.arange(lanes, dtype=jnp.int32)
+    wide = _spread(y, lanes, flat, lax.Precision.HIGH if bfloat16 else lax.Precision.HIGHEST, jnp.asarray)
     high = matmul.rounded_by_xla(wide) if bfloat16 else wide
-    # Both lanes of a sum have the gradient of the sum, so one is enough.
-    rest = jnp.where(jnp.arange(lanes, dtype=jnp.int32) == 1, lax.stop_gradient(wide - high), 0.0)
-    return jnp.where(_of_high(lanes), high, rest).astype(jnp.bfloat16 if bfloat16 else jnp.float32)
+    # Lanes 0 and 1 of weights add up. Both have the gradient of the sum, whose low part is in lane 2, so one is enough.
+    rest = jnp.where(lane == low, lax.stop_gradient(wide - high), 0.0)
+    return jnp.where((lane < 3) & (lane != low), high, rest).astype(dtype)
 
 
-def _spread(
-    factor: jax.Array, channels: int, flat: bool, precision: lax.Precision, use: Callable = lambda wide: wide
-) -> jax.Array:
+def _spread(factor: jax.Array, channels: int, flat: bool, precision: lax.Precision, use: Callable) -> jax.Array:
     """Return what a function makes of a factor [B, T, HV] in all of so many channels, float32."""
     shape = *factor.shape, channels
     if not flat:
@@ -197,19 +174,15 @@ def _lane_sum(y: jax.Array, flat: bool) -> jax.Array:
     return jnp.where(jnp.isinf(sums), jnp.nan, sums)
 
 
-def _lane_sum_backward(flat: bool, y: jax.Array, d: jax.Array) -> tuple[jax.Array]:
-    lane = jnp.arange(y.shape[3], dtype=jnp.int32)
-    wide = _spread(d, y.shape[3], flat, lax.Precision.HIGHEST)
-    high = matmul.rounded_by_xla(wide) if y.dtype == jnp.bfloat16 else wide
-    return (jnp.where(lane < 2, high, jnp.where(lane == 2, wide - high, 0.0)).astype(y.dtype),)
-
-
 # The backward reads the number and the type of lanes alone.
-_lane_sum.defvjp(lambda y, flat: (_lane_sum(y, flat), y[:, :0]), _lane_sum_backward)
+_lane_sum.defvjp(
+    lambda y, flat: (_lane_sum(y, flat), y[:, :0]),
+    lambda flat, y, d: (_in_lanes(d, y.shape[3], flat, y.dtype, low=2),),
+)
 
 
 def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tuple[Any, Any, jax.Array]:
-    """Return the initial C, and n in the lanes of high parts, or None; and m [N, HV], -inf where it is no number."""
+    """Return the initial C, and n in the lanes of high parts or None; and m [N, HV], -inf where it is no number."""
     if state is None:
         return None, None, jnp.full(heads, -jnp.inf, jnp.float32)
     C, n, m = (jnp.asarray(y, jnp.float32) for y in state)
@@ -217,7 +190,8 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
     # The state is C e^m: the gradient of m is that of the size of C and n. A fault of m becomes one of C and n.
     size = jnp.exp(jnp.where(none, 0.0, m - lax.stop_gradient(m)))
     C, n = (y * jnp.expand_dims(jnp.where(wrong, jnp.nan, size), range(2, y.ndim)) for y in (C, n))
-    n = jnp.where(_of_high(lanes), n[..., None], 0.0)
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    n = jnp.where((lane == 0) | (lane == 2), n[..., None], 0.0)
     return C, n, jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
 
 
