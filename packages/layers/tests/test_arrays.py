@@ -8,16 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.layers import (
-    GatedDeltaNetConfig,
-    KimiDeltaAttentionConfig,
-    init_kimi_delta_attention,
-    kimi_delta_attention,
-    load_gated_delta_net,
-    load_kimi_delta_attention,
-    open_checkpoint,
-    shardings,
-)
+from chunkwise import layers
 from chunkwise.shared.testing.compare import error
 
 # Full rank differs in one projection, which the fixtures of published files load.
@@ -25,7 +16,7 @@ THOROUGH = dict(test_a_gate_of_full_rank=True)
 
 
 D = 40
-CONFIG = GatedDeltaNetConfig(D, 2, 4, 16, 16)
+CONFIG = layers.GatedDeltaNetConfig(D, 2, 4, 16, 16)
 Q, V = CONFIG.H * CONFIG.K, CONFIG.HV * CONFIG.V
 RANDOM = np.random.default_rng(0)
 # What the format safetensors calls a type.
@@ -113,23 +104,19 @@ WIDE = {qwen3_5: ("in_proj_qkv", "in_proj_z", "out_proj"), qwen3_next: ("in_proj
 def test_scales(layout, way, kind):
     """The layouts of Qwen3-Next-FP8 and of Qwen3.5-FP8, whose gates stay in bfloat16."""
     coded, plain = quantize(layout(), [f"{name}.weight" for name in WIDE[layout]], kind, way)
-    weights = load_gated_delta_net(coded, CONFIG)
-    same(weights, load_gated_delta_net(plain, CONFIG))
+    weights = layers.load_gated_delta_net(coded, CONFIG)
+    same(weights, layers.load_gated_delta_net(plain, CONFIG))
     assert weights.q.dtype == jnp.float32
     assert weights.b.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("scale_type", "kept"), [("bfloat16", "bfloat16"), ("float8_e8m0fnu", "bfloat16")])
-def test_types_of_scales(scale_type, kept):
+@pytest.mark.parametrize("scale_type", ["bfloat16", "float8_e8m0fnu", "uint8"])
+def test_types_of_scales(scale_type):
+    """Whole numbers are exponents."""
     coded, plain = quantize(qwen3_5(), ["out_proj.weight"], scale_type=scale_type)
-    weights = load_gated_delta_net(coded, CONFIG)
-    assert weights.out.dtype == kept
-    same(weights, load_gated_delta_net(plain, CONFIG))
-
-
-def test_exponents_as_whole_numbers():
-    coded, plain = quantize(qwen3_5(), ["out_proj.weight"], scale_type="uint8")
-    same(load_gated_delta_net(coded, CONFIG), load_gated_delta_net(plain, CONFIG))
+    weights = layers.load_gated_delta_net(coded, CONFIG)
+    assert weights.out.dtype == "bfloat16"
+    same(weights, layers.load_gated_delta_net(plain, CONFIG))
 
 
 @pytest.mark.parametrize("block", [(32, 16), (24, 12)])
@@ -138,17 +125,17 @@ def test_a_checkpoint_of_8_bits(tmp_path, block):
     coded, plain = quantize(qwen3_5(), ["in_proj_qkv.weight", "out_proj.weight"], block=block)
     quantization = dict(quant_method="fp8", weight_block_size=block, modules_to_not_convert=["lm_head"])
     save(tmp_path, coded | {"in_proj_qkv.input_scale": draw(dtype="float32")}, dict(quantization_config=quantization))
-    named = open_checkpoint(tmp_path)
+    named = layers.open_checkpoint(tmp_path)
     assert set(named) == set(plain)
     assert len(named) == len(plain)
-    same(load_gated_delta_net(named, CONFIG), load_gated_delta_net(plain, CONFIG))
+    same(layers.load_gated_delta_net(named, CONFIG), layers.load_gated_delta_net(plain, CONFIG))
 
 
 def test_scales_that_no_config_describes(tmp_path):
     coded, _ = quantize(qwen3_5(), ["in_proj_qkv.weight"])
     save(tmp_path, coded)
     with pytest.raises(ValueError, match=r"`directory` must have config.json with .* 'in_proj_qkv.weight_scale_inv'"):
-        load_gated_delta_net(open_checkpoint(tmp_path), CONFIG)
+        layers.load_gated_delta_net(layers.open_checkpoint(tmp_path), CONFIG)
 
 
 def test_blocks_of_stacked_experts():
@@ -179,7 +166,7 @@ def test_blocks_of_stacked_experts():
 )  # fmt: skip
 def test_arrays_that_are_no_numbers(change, message):
     with pytest.raises(ValueError, match=message):
-        load_gated_delta_net(qwen3_5() | change, CONFIG)
+        layers.load_gated_delta_net(qwen3_5() | change, CONFIG)
 
 
 def test_fused_gates():
@@ -187,25 +174,25 @@ def test_fused_gates():
     named = qwen3_5()
     fused = {name: x for name, x in named.items() if name not in ("in_proj_a.weight", "in_proj_b.weight")}
     fused["in_proj_ba.weight"] = np.concatenate([named["in_proj_b.weight"], named["in_proj_a.weight"]])
-    same(load_gated_delta_net(fused, CONFIG), load_gated_delta_net(named, CONFIG))
+    same(layers.load_gated_delta_net(fused, CONFIG), layers.load_gated_delta_net(named, CONFIG))
     whole = {name: x for name, x in fused.items() if "in_proj" not in name} | {"in_proj_qkvzba.weight": draw(8, D)}
     with pytest.raises(ValueError, match=r"must have 'q_proj' or .*; got neither, but .*'in_proj_qkvzba.weight'"):
-        load_gated_delta_net(whole, CONFIG)
+        layers.load_gated_delta_net(whole, CONFIG)
 
 
 def test_convolutions_in_three_equal_parts():
     """transformers saves OLMo-hybrid so, whatever channels queries, keys and values have."""
-    config, conv = GatedDeltaNetConfig(D, 2, 2, 24, 48), draw(192, 1, 4)
+    config, conv = layers.GatedDeltaNetConfig(D, 2, 2, 24, 48), draw(192, 1, 4)
     named = {f"{name}_proj.weight": draw(n, D) for name, n in dict(q=48, k=48, v=96, g=96, a=2, b=2).items()}
     named |= {"A_log": draw(2), "dt_bias": draw(2), "o_norm.weight": draw(48), "o_proj.weight": draw(D, 96)}
     split = lambda *ends: {f"{x}_conv1d.weight": y for x, y in zip("qkv", np.split(conv, ends), strict=True)}
-    published = load_gated_delta_net(named | split(48, 96), config)
-    same(load_gated_delta_net(named | split(64, 128), config), published)
+    published = layers.load_gated_delta_net(named | split(48, 96), config)
+    same(layers.load_gated_delta_net(named | split(64, 128), config), published)
     with pytest.raises(ValueError, match=r"`named` must have 'k_conv1d' of shape \(64, 1, 4\), .*; got \(63, 1, 4\)"):
-        load_gated_delta_net(named | split(64, 127), config)
+        layers.load_gated_delta_net(named | split(64, 127), config)
 
 
-KIMI = KimiDeltaAttentionConfig(D, 2, 2, 16, 16, R=16, lower_bound=-5.0, full_rank_gate=True)
+KIMI = layers.KimiDeltaAttentionConfig(D, 2, 2, 16, 16, R=16, lower_bound=-5.0, full_rank_gate=True)
 
 
 def kimi_k3() -> dict:
@@ -219,33 +206,33 @@ def kimi_k3() -> dict:
 def test_kimi_k3():
     """The gate of its norm is one matrix, and zeros follow A_log; vLLM makes one matrix of q, k and v."""
     named = kimi_k3()
-    weights = load_kimi_delta_attention(named, KIMI)
+    weights = layers.load_kimi_delta_attention(named, KIMI)
     assert [x.shape for x in (*weights.f, *weights.z)] == [(D, 16), (16, 32), (D, 32)]
     padded = named | {"A_log": np.pad(named["A_log"], (0, 6))}
-    same(load_kimi_delta_attention(padded, KIMI), weights)
-    same(load_kimi_delta_attention(named | {"A_log": named["A_log"].reshape(1, 1, 2, 1)}, KIMI), weights)
+    same(layers.load_kimi_delta_attention(padded, KIMI), weights)
+    same(layers.load_kimi_delta_attention(named | {"A_log": named["A_log"].reshape(1, 1, 2, 1)}, KIMI), weights)
     with pytest.raises(ValueError, match=r"`named` must have 'A_log' with zeros after 2 entries; got others"):
-        load_kimi_delta_attention(named | {"A_log": np.ones(8, np.float32)}, KIMI)
+        layers.load_kimi_delta_attention(named | {"A_log": np.ones(8, np.float32)}, KIMI)
     with pytest.raises(
         ValueError, match=r"`named` must have 'A_log' of shape \(2,\), as `config` asks for; got \(1,\)"
     ):
-        load_kimi_delta_attention(named | {"A_log": np.ones(1, np.float32)}, KIMI)
+        layers.load_kimi_delta_attention(named | {"A_log": np.ones(1, np.float32)}, KIMI)
     fused = {name: x for name, x in named.items() if name not in [f"{each}_proj.weight" for each in "qkv"]}
     fused["qkv_proj.weight"] = np.concatenate([named[f"{each}_proj.weight"] for each in "qkv"])
-    same(load_kimi_delta_attention(fused, KIMI), weights)
+    same(layers.load_kimi_delta_attention(fused, KIMI), weights)
 
 
 def test_a_gate_of_full_rank():
     """It is a layer whose factors of the gate are multiplied."""
     factored = dataclasses.replace(KIMI, full_rank_gate=False)
-    weights = init_kimi_delta_attention(jax.random.key(0), factored)
+    weights = layers.init_kimi_delta_attention(jax.random.key(0), factored)
     whole = weights._replace(z=(jnp.dot(*weights.z, precision="highest"),))
     shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-    assert shapes(init_kimi_delta_attention(jax.random.key(0), KIMI)) == shapes(whole)
-    specs = shardings(KIMI, {"heads": "model"}).weights
+    assert shapes(layers.init_kimi_delta_attention(jax.random.key(0), KIMI)) == shapes(whole)
+    specs = layers.shardings(KIMI, {"heads": "model"}).weights
     assert jax.tree.structure(specs) == jax.tree.structure(whole)
     assert specs.z == (jax.sharding.PartitionSpec(None, "model"),)
     x = jax.random.normal(jax.random.key(1), (1, 20, D))
-    y, _ = kimi_delta_attention(x, whole, KIMI, implementation="xla")
-    expected, _ = kimi_delta_attention(x, weights, factored, implementation="xla")
+    y, _ = layers.kimi_delta_attention(x, whole, KIMI, implementation="xla")
+    expected, _ = layers.kimi_delta_attention(x, weights, factored, implementation="xla")
     assert error(y, expected) < 1e-5

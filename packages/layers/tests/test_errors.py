@@ -9,78 +9,59 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise import layers
-from chunkwise.layers import (
-    GatedDeltaNet2Config,
-    GatedDeltaNetConfig,
-    GatedDeltaProductConfig,
-    KimiDeltaAttentionConfig,
-    LightningAttentionConfig,
-    Mamba2Config,
-    Rwkv7AttentionConfig,
-    Step,
-    empty_cache,
-    gated_delta_net,
-    init_gated_delta_net,
-    init_mamba2_mixer,
-    load_gated_delta_net,
-    mamba2_mixer,
-    ragged_gated_delta_net,
-    shardings,
-)
+from chunkwise.layers import Step, empty_cache, gated_delta_net, ragged_gated_delta_net, shardings
 
-CONFIG = GatedDeltaNetConfig(D=8, H=2, HV=4, K=4, V=4)
+CONFIG = layers.GatedDeltaNetConfig(D=8, H=2, HV=4, K=4, V=4)
 X = jnp.zeros((2, 5, 8))
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return init_gated_delta_net(jax.random.key(0), CONFIG)
+    return layers.init_gated_delta_net(jax.random.key(0), CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GatedDeltaNetConfig(8, 2, 3, 4, 4), "`HV` must be a multiple of `H`; got 3 and 2"),
-        (lambda: GatedDeltaNetConfig(8, 0, 4, 4, 4), "`H` must be a whole number above 0; got 0"),
-        (lambda: GatedDeltaNetConfig(8, 2, 4, 4.0, 4), "`K` must be a whole number above 0; got 4.0"),
-        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, W=9), "`W` must be from 2 to 8; got 9"),
-        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, eps=-1.0), "`eps` must be at least 0"),
-        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, eps=float("inf")), "`eps` must be at least 0; got inf"),
-        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, eps="1e-6"), "`eps` must be at least 0; got '1e-6'"),
-        (lambda: GatedDeltaNetConfig(8, 2, 4, 4, 4, allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
-        (lambda: GatedDeltaNet2Config(8, 2, 4, 4, 4, allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
-        (lambda: GatedDeltaNet2Config(8, 2, 4, 4, 4, lower_bound=0.0), "`lower_bound` must be None or below 0"),
-        (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, lower_bound=1.0), "`lower_bound` must be None or below 0"),
-        (lambda: KimiDeltaAttentionConfig(8, 2, V=4), "`K` must be a whole number above 0; got None"),
-        (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, lower_bound=float("-inf")), "`lower_bound` must be None or"),
-        (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, R=0), "`R` must be None or above 0"),
-        (lambda: KimiDeltaAttentionConfig(8, 2, 4, 4, 4, R=1.5), "`R` must be None or above 0; got 1.5"),
-        (lambda: Mamba2Config(8, 2, 4, 4, 4, dt_limit=(1.0, 0.5)), "`dt_limit` must rise from at least 0"),
-        (lambda: Mamba2Config(8, 2, 4, 4, 4, dt_limit=(float("nan"), 1.0)), "`dt_limit` must rise from at least 0"),
-        (lambda: Mamba2Config(8, 2, 4, 4, 4, dt_limit=5), "`dt_limit` must rise from at least 0; got 5"),
-        (lambda: Mamba2Config(8, 2, 4, 4, 4, in_multiplier=float("nan")), "`in_multiplier` must be a finite number"),
-        (lambda: Mamba2Config(8, 2, 4, 4, 4, multipliers=(float("nan"),) * 5), "`multipliers` must be a tuple of 5"),
-        (
-            lambda: LightningAttentionConfig(8, 2, 4, 4, 4, layer=1.5, layers=2),
-            "`layer` must be a whole number; got 1.5",
-        ),
-        (lambda: LightningAttentionConfig(8, 2, 4, 4, 4, layer=2, layers=2), "`layer` must be from 0 to 1; got 2"),
-        (lambda: GatedDeltaProductConfig(8, 2, 4, 4, 4, num_householder=0), "`num_householder` must be a whole number"),
-        (lambda: GatedDeltaProductConfig(8, 2, 4, 4, 4, forget_gate=None), "`forget_gate` must be True or False"),
-        (lambda: Rwkv7AttentionConfig(8, 2, 4, 4, 4), "`HV` must be `H`; got 4 and 2"),
-        (lambda: Rwkv7AttentionConfig(8, 2, 2, 4, 4, W=4), "`W` must be 2, the tokens of a token shift; got 4"),
-        (lambda: Rwkv7AttentionConfig(8, 2, 2, 4, 4, R_gate=0), "`R_gate` must be a whole number above 0; got 0"),
-        (lambda: Rwkv7AttentionConfig(8, 2, 2, 4, 4, R_first=0), "`R_first` must be None or above 0; got 0"),
-    ],
-)
-def test_config(make, message):
+INF, NAN = float("inf"), float("nan")
+WRONG_CONFIGS = [
+    ("GatedDeltaNet", dict(HV=3), "`HV` must be a multiple of `H`; got 3 and 2"),
+    ("GatedDeltaNet", dict(H=0), "`H` must be a whole number above 0; got 0"),
+    ("GatedDeltaNet", dict(K=4.0), "`K` must be a whole number above 0; got 4.0"),
+    ("GatedDeltaNet", dict(W=9), "`W` must be from 2 to 8; got 9"),
+    ("GatedDeltaNet", dict(eps=-1.0), "`eps` must be at least 0"),
+    ("GatedDeltaNet", dict(eps=INF), "`eps` must be at least 0; got inf"),
+    ("GatedDeltaNet", dict(eps="1e-6"), "`eps` must be at least 0; got '1e-6'"),
+    ("GatedDeltaNet", dict(allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
+    ("GatedDeltaNet2", dict(allow_neg_eigval=2), "`allow_neg_eigval` must be True or False"),
+    ("GatedDeltaNet2", dict(lower_bound=0.0), "`lower_bound` must be None or below 0"),
+    ("KimiDeltaAttention", dict(lower_bound=1.0), "`lower_bound` must be None or below 0"),
+    ("KimiDeltaAttention", dict(K=None), "`K` must be a whole number above 0; got None"),
+    ("KimiDeltaAttention", dict(lower_bound=-INF), "`lower_bound` must be None or"),
+    ("KimiDeltaAttention", dict(R=0), "`R` must be None or above 0"),
+    ("KimiDeltaAttention", dict(R=1.5), "`R` must be None or above 0; got 1.5"),
+    ("Mamba2", dict(dt_limit=(1.0, 0.5)), "`dt_limit` must rise from at least 0"),
+    ("Mamba2", dict(dt_limit=(NAN, 1.0)), "`dt_limit` must rise from at least 0"),
+    ("Mamba2", dict(dt_limit=5), "`dt_limit` must rise from at least 0; got 5"),
+    ("Mamba2", dict(in_multiplier=NAN), "`in_multiplier` must be a finite number"),
+    ("Mamba2", dict(multipliers=(NAN,) * 5), "`multipliers` must be a tuple of 5"),
+    ("LightningAttention", dict(layer=1.5, layers=2), "`layer` must be a whole number; got 1.5"),
+    ("LightningAttention", dict(layer=2, layers=2), "`layer` must be from 0 to 1; got 2"),
+    ("GatedDeltaProduct", dict(num_householder=0), "`num_householder` must be a whole number"),
+    ("GatedDeltaProduct", dict(forget_gate=None), "`forget_gate` must be True or False"),
+    ("Rwkv7Attention", dict(), "`HV` must be `H`; got 4 and 2"),
+    ("Rwkv7Attention", dict(H=4, W=4), "`W` must be 2, the tokens of a token shift; got 4"),
+    ("Rwkv7Attention", dict(H=4, R_gate=0), "`R_gate` must be a whole number above 0; got 0"),
+    ("Rwkv7Attention", dict(H=4, R_first=0), "`R_first` must be None or above 0; got 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), WRONG_CONFIGS)
+def test_config(kind, change, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        getattr(layers, f"{kind}Config")(**dict(D=8, H=2, HV=4, K=4, V=4) | change)
 
 
 def test_random_weights_need_a_key():
     with pytest.raises(ValueError, match=r"`key` must be a key of `jax.random`, as `jax.random.key\(0\)`; got int"):
-        init_gated_delta_net(0, CONFIG)
+        layers.init_gated_delta_net(0, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -104,22 +85,12 @@ def test_arguments_of_another_name(weights, argument, end):
 
 def test_value_heads_of_kimi():
     """They may be left out, because every published model has as many of them as key heads."""
-    assert KimiDeltaAttentionConfig(D=8, H=2, K=4, V=6) == KimiDeltaAttentionConfig(8, 2, 2, 4, 6)
+    assert layers.KimiDeltaAttentionConfig(D=8, H=2, K=4, V=6) == layers.KimiDeltaAttentionConfig(8, 2, 2, 4, 6)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        GatedDeltaNetConfig,
-        GatedDeltaNet2Config,
-        KimiDeltaAttentionConfig,
-        Mamba2Config,
-        LightningAttentionConfig,
-        GatedDeltaProductConfig,
-        Rwkv7AttentionConfig,
-    ],
-)
-def test_configs_describe_their_sizes(kind):
+@pytest.mark.parametrize("name", [name for name in layers.__all__ if name.endswith("Config")])
+def test_configs_describe_their_sizes(name):
+    kind = getattr(layers, name)
     described = re.findall(r"^ +(\w+(?:, \w+)*):", kind.__doc__, re.MULTILINE)
     assert {x.name for x in dataclasses.fields(kind)} == {name for names in described for name in names.split(", ")}
 
@@ -129,21 +100,18 @@ def test_configs_describe_their_sizes(kind):
     [
         (dict(x=jnp.zeros((2, 5, 9))), r"`x` must have shape \[B, T, D\] = \(any, any, 8\); got \(2, 5, 9\)"),
         (dict(weights=()), "`weights` must be GatedDeltaNetWeights; got tuple"),
-        (dict(config=Mamba2Config(8, 2, 4, 4, 4)), "`config` must be a GatedDeltaNetConfig; got Mamba2Config"),
+        (dict(config=layers.Mamba2Config(8, 2, 4, 4, 4)), "`config` must be a GatedDeltaNetConfig; got Mamba2Config"),
         (dict(config=dict(D=8)), "`config` must be a GatedDeltaNetConfig; got dict"),
         (dict(cache=jnp.zeros(3)), "`cache` must be a Cache; got "),
-        (dict(cache=empty_cache(Mamba2Config(8, 2, 4, 3, 4), 2)), r"`cache.state` must have shape"),
+        (dict(cache=empty_cache(layers.Mamba2Config(8, 2, 4, 3, 4), 2)), r"`cache.state` must have shape"),
         (
-            dict(cache=empty_cache(LightningAttentionConfig(8, 2, 4, 4, 4), 2)),
-            r"`cache.conv` must have 3 arrays; got 0",
+            dict(cache=empty_cache(layers.LightningAttentionConfig(8, 2, 4, 4, 4), 2)),
+            "`cache.conv` must have 3 arrays;",
         ),
-        (
-            dict(cache=empty_cache(CONFIG, 3)),
-            "`cache` must be of 2 sequences, as `x` is; got one of 3",
-        ),
+        (dict(cache=empty_cache(CONFIG, 3)), "`cache` must be of 2 sequences, as `x` is; got one of 3"),
         (
             dict(x=X[:1], cache=empty_cache(CONFIG, 3), cu_seqlens=jnp.array([0, 2, 5])),
-            "`cache` must be of 2 sequences, as `x` is; got one of 3",
+            "`cache` must be of 2 sequences",
         ),
         (dict(implementation="pallas"), "`implementation` must be"),
         (dict(output_cache=1), "`output_cache` must be True or False, known when the program is built; got 1"),
@@ -163,7 +131,7 @@ def test_swapped_arguments(weights):
     with pytest.raises(ValueError, match=r"`x` must be an array \[B, T, D\]; got GatedDeltaNetWeights"):
         gated_delta_net(weights, X, CONFIG)
     with pytest.raises(ValueError, match="`config` must be a GatedDeltaNetConfig; got dict"):
-        load_gated_delta_net(CONFIG, checkpoint())
+        layers.load_gated_delta_net(CONFIG, checkpoint())
     with pytest.raises(ValueError, match="`config` must be a LayerConfig; got int"):
         empty_cache(2, CONFIG)
 
@@ -179,9 +147,7 @@ def test_serving_arguments(weights):
         run(pool, step._asdict())
     with pytest.raises(ValueError, match=r"`step.state_indices` must be an int32 array; got None"):
         run(pool, step._replace(state_indices=None))
-    with pytest.raises(
-        ValueError, match=r"`pool.conv\[0\]` must have shape \[N, W-1, C\] = \(3, 3, 8\); got \(4, 3, 8\)"
-    ):
+    with pytest.raises(ValueError, match=r"`pool.conv\[0\]` must have shape \[N, W-1, C\] = \(3, 3, 8\); got \(4,"):
         run(pool._replace(conv=empty_cache(CONFIG, 4).conv), step)
 
 
@@ -219,8 +185,8 @@ def test_help_shows_the_call(weights):
         (lambda: empty_cache(CONFIG, 2, state_dtype=jnp.int8), "`state_dtype` must be one of ('float32', "),
         (lambda: layers.empty_pool(CONFIG, 2, state_dtype="x"), "`state_dtype` must be one of ('float32', "),
         (lambda: layers.empty_pool(CONFIG, 2, decode_tokens=0), "`decode_tokens` must be a whole number above 0; got "),
-        (lambda: load_gated_delta_net({}, CONFIG, 3), "`prefix` must be a string; got int."),
-        (lambda: init_gated_delta_net(jax.random.key(0), CONFIG, "int4"), "`dtype` must be one of ('float32', "),
+        (lambda: layers.load_gated_delta_net({}, CONFIG, 3), "`prefix` must be a string; got int."),
+        (lambda: layers.init_gated_delta_net(jax.random.key(0), CONFIG, "int4"), "`dtype` must be one of ('float32', "),
     ],
 )
 def test_sizes_and_types(call, message):
@@ -259,7 +225,7 @@ def checkpoint() -> dict:
 
 
 def test_checkpoint():
-    read = lambda named: load_gated_delta_net(named, CONFIG, "layer.")
+    read = lambda named: layers.load_gated_delta_net(named, CONFIG, "layer.")
     weights = read(checkpoint() | {"another": jnp.ones(3)})
     assert weights.q.dtype == jnp.bfloat16
     assert weights.A_log.dtype == weights.dt_bias.dtype == jnp.float32
@@ -274,17 +240,16 @@ def test_checkpoint():
     with pytest.raises(ValueError, match=r"no weights that the layer lacks; got \['out_proj.bias'\]"):
         read(checkpoint() | {"layer.out_proj.bias": jnp.ones(8)})
     with pytest.raises(
-        ValueError,
-        match=r"`named` must have names that start with 'other\.'; got none, but \['layer\.', 'layer\.conv1d\.'",
+        ValueError, match=r"must have names that start with 'other\.'; got none, but \['layer\.', 'layer"
     ):
-        load_gated_delta_net(checkpoint(), CONFIG, "other.")
+        layers.load_gated_delta_net(checkpoint(), CONFIG, "other.")
     with pytest.raises(ValueError, match="`named` must be a mapping from names to arrays; got list"):
-        load_gated_delta_net(list(checkpoint()), CONFIG)
+        layers.load_gated_delta_net(list(checkpoint()), CONFIG)
 
 
 def test_shardings():
     with pytest.raises(
-        ValueError, match=r"`mesh_axes` must have keys of \('batch', 'tokens', 'heads'\); got \('model',\)"
+        ValueError, match=r"`mesh_axes` must have keys of \('batch', 'tokens', 'heads'\); got \('model'"
     ):
         shardings(CONFIG, {"model": "x"})
     mesh = jax.sharding.AbstractMesh((3,), ("x",))
@@ -295,7 +260,7 @@ def test_shardings():
 
 
 def test_a_bias_that_the_config_does_not_have():
-    config = Mamba2Config(8, 2, 4, 4, 4)
-    weights = init_mamba2_mixer(jax.random.key(0), config)._replace(bias=())
+    config = layers.Mamba2Config(8, 2, 4, 4, 4)
+    weights = layers.init_mamba2_mixer(jax.random.key(0), config)._replace(bias=())
     with pytest.raises(ValueError, match=r"`weights\.bias` must have shape"):
-        mamba2_mixer(X, weights, config)
+        layers.mamba2_mixer(X, weights, config)

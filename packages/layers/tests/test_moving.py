@@ -7,92 +7,79 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.layers import (
-    Cache,
-    GatedDeltaNetConfig,
-    GatedDeltaProductConfig,
-    KimiDeltaAttentionConfig,
-    LightningAttentionConfig,
-    Mamba2Config,
-    MlstmLayerConfig,
-    Rwkv7AttentionConfig,
-    cache_from_bytes,
-    cache_to_bytes,
-    empty_cache,
-    empty_pool,
-    read_cache,
-    write_cache,
-)
+from chunkwise import layers
 from chunkwise.pipeline import make_pool, read_states, write_states
 
-CONFIG = GatedDeltaNetConfig(D=8, H=1, HV=2, K=4, V=4)
+CONFIG = layers.GatedDeltaNetConfig(D=8, H=1, HV=2, K=4, V=4)
 CONFIGS = [
-    CONFIG, KimiDeltaAttentionConfig(8, 2, 2, 4, 4, R=4), Mamba2Config(8, 1, 2, 4, 8),
-    LightningAttentionConfig(8, 2, 2, 4, 4, layer=1, layers=4), MlstmLayerConfig(8, 2, 2, 4, 8),
-    GatedDeltaProductConfig(8, 1, 2, 4, 8), Rwkv7AttentionConfig(8, 2, 2, 4, 4),
+    CONFIG, layers.KimiDeltaAttentionConfig(8, 2, 2, 4, 4, R=4), layers.Mamba2Config(8, 1, 2, 4, 8),
+    layers.LightningAttentionConfig(8, 2, 2, 4, 4, layer=1, layers=4), layers.MlstmLayerConfig(8, 2, 2, 4, 8),
+    layers.GatedDeltaProductConfig(8, 1, 2, 4, 8), layers.Rwkv7AttentionConfig(8, 2, 2, 4, 4),
 ]  # fmt: skip
 
 
-def filled(config, n=2, dtype="bfloat16") -> Cache:
+def filled(config, n=2, dtype="bfloat16") -> layers.Cache:
     """Return a cache in which no number is like another one."""
     draw = np.random.default_rng(0).standard_normal
-    return jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), empty_cache(config, n, jnp.dtype(dtype)))
+    return jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), layers.empty_cache(config, n, jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_to_the_bit(config):
     cache = filled(config)
-    back = cache_from_bytes(cache_to_bytes(cache, config), config)
+    back = layers.cache_from_bytes(layers.cache_to_bytes(cache, config), config)
     assert jax.tree.structure(back) == jax.tree.structure(cache)
     for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(cache), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
-    if isinstance(config, MlstmLayerConfig):
+    if isinstance(config, layers.MlstmLayerConfig):
         with pytest.raises(NotImplementedError, match="`config` must be of a layer whose state is one array"):
-            empty_pool(config, 3)
+            layers.empty_pool(config, 3)
         return
-    if isinstance(config, GatedDeltaProductConfig | Rwkv7AttentionConfig):
+    if isinstance(config, layers.GatedDeltaProductConfig | layers.Rwkv7AttentionConfig):
         with pytest.raises(NotImplementedError, match="`replay` must be 0 for a layer of which a token is several"):
-            empty_pool(config, 3, replay=8)
-    pool = write_cache(empty_pool(config, 3, jnp.bfloat16), np.array([2, 0]), back)
-    np.testing.assert_array_equal(read_cache(pool, np.array([2])).state[0], cache.state[0])
+            layers.empty_pool(config, 3, replay=8)
+    pool = layers.write_cache(layers.empty_pool(config, 3, jnp.bfloat16), np.array([2, 0]), back)
+    np.testing.assert_array_equal(layers.read_cache(pool, np.array([2])).state[0], cache.state[0])
 
 
 def test_no_changed_bit_is_taken():
-    data = cache_to_bytes(filled(CONFIG), CONFIG)
+    data = layers.cache_to_bytes(filled(CONFIG), CONFIG)
     draw = np.random.default_rng(0)
     for place in [*range(24), *draw.integers(0, len(data), 200), len(data) - 1]:
         wrong = bytearray(data)
         wrong[place] ^= 1 << draw.integers(8)
         with pytest.raises(ValueError, match="`data` must be "):
-            cache_from_bytes(bytes(wrong), CONFIG)
+            layers.cache_from_bytes(bytes(wrong), CONFIG)
     for wrong in (b"", data[:-1], data[:40], data + b"x", data[1:], data + data):
         with pytest.raises(ValueError, match="`data` must be "):
-            cache_from_bytes(wrong, CONFIG)
+            layers.cache_from_bytes(wrong, CONFIG)
     with pytest.raises(ValueError, match="`data` must be bytes; got list"):
-        cache_from_bytes([data], CONFIG)
+        layers.cache_from_bytes([data], CONFIG)
     with pytest.raises(ValueError, match="`data` must be of version 1 of the format; got version 2"):
-        cache_from_bytes(data.replace(b"cache\x01", b"cache\x02", 1), CONFIG)
+        layers.cache_from_bytes(data.replace(b"cache\x01", b"cache\x02", 1), CONFIG)
 
 
 def test_other_sizes():
-    data = cache_to_bytes(filled(CONFIG), CONFIG)
+    data = layers.cache_to_bytes(filled(CONFIG), CONFIG)
     for change in (dict(K=2, V=8), dict(eps=1e-5), dict(D=16)):
         with pytest.raises(ValueError, match=rf"`config` must be that of the machine .*'{next(iter(change))}'"):
-            cache_from_bytes(data, dataclasses.replace(CONFIG, **change))
+            layers.cache_from_bytes(data, dataclasses.replace(CONFIG, **change))
     with pytest.raises(ValueError, match=r"`config` must be that of the machine .*'layer'"):
-        cache_from_bytes(data, CONFIGS[1])
+        layers.cache_from_bytes(data, CONFIGS[1])
     with pytest.raises(ValueError, match=r"`cache.conv\[0\]` must have shape"):
-        cache_to_bytes(filled(CONFIGS[1]), CONFIG)
+        layers.cache_to_bytes(filled(CONFIGS[1]), CONFIG)
     with pytest.raises(ValueError, match="`cache` must be a Cache; got list"):
-        cache_to_bytes([1], CONFIG)
+        layers.cache_to_bytes([1], CONFIG)
 
 
 # What the slots of a call are for.
 CALLS = {
-    "write_cache": lambda slots: write_cache(empty_pool(CONFIG, 4), slots, empty_cache(CONFIG, len(slots))),
+    "write_cache": lambda slots: layers.write_cache(
+        layers.empty_pool(CONFIG, 4), slots, layers.empty_cache(CONFIG, len(slots))
+    ),
     "write_states": lambda slots: write_states(make_pool(4, 2, 4, 4), slots, jnp.ones((len(slots), 2, 4, 4))),
-    "read_cache": lambda slots: read_cache(empty_pool(CONFIG, 4), slots),
+    "read_cache": lambda slots: layers.read_cache(layers.empty_pool(CONFIG, 4), slots),
     "read_states": lambda slots: read_states(make_pool(4, 2, 4, 4), slots),
 }
 

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from chunkwise.layers import (
-    GatedDeltaNetConfig,
-    Step,
-    empty_cache,
-    empty_pool,
-    init_gated_delta_net,
-    ragged_gated_delta_net,
-    remat_policy,
-)
+from chunkwise import layers
 from chunkwise.pipeline import pool_formats
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
@@ -73,8 +65,8 @@ def test_compiles(name, chip):
 def test_a_serving_step_compiles(name, chip):
     (x, weights), layer = shapes(name), LAYERS[name]
     step = lambda x, weights, pool, at: layer.ragged(x, weights, CONFIGS[name], pool, at, implementation="fused")
-    at = Step(spec(5, dtype=jnp.int32), spec(4, dtype=jnp.int32), spec(4, dtype=bool), spec(dtype=jnp.int32))
-    pool = jax.eval_shape(lambda: empty_cache(CONFIGS[name], 8))
+    at = layers.Step(spec(5, dtype=jnp.int32), spec(4, dtype=jnp.int32), spec(4, dtype=bool), spec(dtype=jnp.int32))
+    pool = jax.eval_shape(lambda: layers.empty_cache(CONFIGS[name], 8))
     assert "tpu_custom_call" in compile_for(step, x, weights, pool, at, chip=chip).as_text()
 
 
@@ -83,7 +75,7 @@ def test_the_policy_spares_a_second_forward(name):
     """Without it, the backward runs the operator again; with it, only what is around the operator."""
     x, weights = shapes(name)
     counts = []
-    for options in (dict(), dict(policy=remat_policy)):
+    for options in (dict(), dict(policy=layers.remat_policy)):
         run = jax.checkpoint(functools.partial(loss, name), **options)
         counts.append(text_for_tpu(jax.value_and_grad(run, argnums=(0, 1)), x, weights).count(KERNELS[name]))
     assert counts[0] == 2 * counts[1] > 0
@@ -104,18 +96,18 @@ def test_a_layer_may_recompute_nothing():
 @pytest.mark.parametrize("ring", [0, 16])
 def test_a_pool_in_rows_is_not_copied(ring):
     """In the default layout every step copies the pool of the convolutions, and the gates of rings, there and back."""
-    config = GatedDeltaNetConfig(D=128, H=2, HV=4, K=128, V=128)
-    weights = jax.eval_shape(lambda: init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
+    config = layers.GatedDeltaNetConfig(D=128, H=2, HV=4, K=128, V=128)
+    weights = jax.eval_shape(lambda: layers.init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
     mesh = topology_mesh(CHIPS["v6e"].topology, "x", 1)
     one = SingleDeviceSharding(mesh.devices[0])
-    pool = jax.eval_shape(lambda: empty_pool(config, 1024, jnp.bfloat16, replay=ring))
+    pool = jax.eval_shape(lambda: layers.empty_pool(config, 1024, jnp.bfloat16, replay=ring))
     pool = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=one), pool)
     x, at = spec(1, 8, config.D, dtype=jnp.bfloat16), (spec(9, dtype=jnp.int32), spec(8, dtype=jnp.int32))
 
     def copies(formats):
         def run(x, weights, pool, *at):
-            step = Step(*at, num_decodes=8)
-            return ragged_gated_delta_net(x, weights, config, pool, step, implementation="fused")
+            step = layers.Step(*at, num_decodes=8)
+            return layers.ragged_gated_delta_net(x, weights, config, pool, step, implementation="fused")
 
         step = jax.jit(run, donate_argnums=2, in_shardings=(one, one, formats, one, one), out_shardings=(one, formats))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
