@@ -1,27 +1,10 @@
 """The models of transformers whose linear attention a layer serves, each small and with random weights."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
-from chunkwise.layers import (
-    GatedDeltaNetConfig,
-    KimiDeltaAttentionConfig,
-    LayerConfig,
-    LightningAttentionConfig,
-    Mamba2Config,
-    MlstmLayerConfig,
-    gated_delta_net,
-    kimi_delta_attention,
-    lightning_attention,
-    load_gated_delta_net,
-    load_kimi_delta_attention,
-    load_lightning_attention,
-    load_mamba2_mixer,
-    load_mlstm_layer,
-    mamba2_mixer,
-    mlstm_layer,
-)
+from chunkwise import layers
+from chunkwise.layers import GatedDeltaNetConfig, KimiDeltaAttentionConfig, Mamba2Config
 from chunkwise.pipeline import MlstmState
 from tests_e2e.layers.recording import ATTENTION, build, conv_and_state, randomise
 
@@ -30,32 +13,41 @@ class Model(NamedTuple):
     """A model of transformers, and our layer.
 
     Attributes:
-      names: of its module, its configuration and the model without a head.
+      module: of the model.
+      name: what the names of its configuration and of the model without a head begin with.
       settings: of the configuration.
       attribute: of its first block, the layer.
       ones: the layer's parameters that are ones or zeros at first.
-      functions: our layer, and what makes its weights.
-      config: its sizes.
-      recorded: how the layer is recorded.
+      config: the sizes of our layer.
     """
 
-    names: tuple[str, str, str]
+    module: str
+    name: str
     settings: dict
     attribute: str
     ones: tuple[str, ...]
-    functions: tuple[Callable, Callable]
-    config: LayerConfig
-    recorded: dict
+    config: layers.LayerConfig
+
+    @property
+    def functions(self):
+        """Our layer, and what makes its weights."""
+        name = FUNCTIONS[type(self.config)]
+        return getattr(layers, name), getattr(layers, f"load_{name}")
+
+    @property
+    def kept(self):
+        """What reads the inputs of the convolution and the state out of a cache of transformers."""
+        return KEPT.get(type(self.config), conv_and_state)
 
     def build(self, **change):
         """Return the model, with changed settings, and the layer of its first block."""
         if self.settings.get("weight_mode") == "fused":
             mend_first_weights()
-        model = build(*self.names, **self.settings | change)
-        layer = getattr((model.blocks if self.names[0] == "xlstm" else model.layers)[0], self.attribute)
-        if self.names[0] in ("nemotron_h", "zamba2"):
+        model = build(self.module, f"{self.name}Config", f"{self.name}Model", **self.settings | change)
+        layer = getattr((model.blocks if self.module == "xlstm" else model.layers)[0], self.attribute)
+        if self.module in ("nemotron_h", "zamba2"):
             # transformers takes `time_step_min` for the least step in a prefill, which the trained models do not have.
-            layer.time_step_limit = tuple(getattr(model.config, "time_step_limit", None) or (0.0, INFINITE))
+            layer.time_step_limit = tuple(getattr(model.config, "time_step_limit", None) or (0.0, float("inf")))
         randomise(*(x for name, x in layer.named_parameters() if name in self.ones))
         # Gates of a few nats: where input gates are strong, the divisor of xLSTM amplifies the rounding of both.
         for name, weight in layer.named_parameters():
@@ -74,9 +66,22 @@ def mend_first_weights() -> None:
 
 # The weights of the gates of xLSTM, which are zeros at first.
 SMALL_ONES = tuple(f"{name}_preact.weight" for name in ("igate", "fgate", "ogate", "ifgate"))
-DELTA_NET, KIMI = (gated_delta_net, load_gated_delta_net), (kimi_delta_attention, load_kimi_delta_attention)
-MIXED = (mamba2_mixer, load_mamba2_mixer)
-INFINITE = float("inf")
+FUNCTIONS = {
+    GatedDeltaNetConfig: "gated_delta_net", KimiDeltaAttentionConfig: "kimi_delta_attention",
+    Mamba2Config: "mamba2_mixer", layers.LightningAttentionConfig: "lightning_attention",
+    layers.MlstmLayerConfig: "mlstm_layer",
+}  # fmt: skip
+
+
+def _three_states(past) -> tuple:
+    C, n, m = past.rnn_state[0]
+    return None, MlstmState(C, n, m[..., 0])
+
+
+KEPT = {
+    Mamba2Config: functools.partial(conv_and_state, transposed=True), layers.MlstmLayerConfig: _three_states,
+    layers.LightningAttentionConfig: lambda past: (None, past.get_linear_cache(0)),
+}  # fmt: skip
 # The full attention of Kimi-Linear and Ling 3.0, and a norm whose epsilon shows in the result.
 LATENT = ATTENTION | dict(
     num_key_value_heads=2, mlp_layer_types=["dense", "dense"], kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
@@ -93,9 +98,7 @@ MIXER = dict(
     mamba_d_head=32, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=32, rms_norm_eps=1e-3,
 )  # fmt: skip
 ONES = ("D", "norm.weight", "conv1d.bias", "dt_bias", "in_proj.bias", "out_proj.bias")
-TRANSPOSED = dict(kept=functools.partial(conv_and_state, transposed=True))
 GATED = ("dt_bias", "norm.weight")
-FALCON = ("falcon_h1", "FalconH1Config", "FalconH1Model")
 SCALED = MIXER | dict(mamba_d_ssm=128, ssm_in_multiplier=0.5, ssm_multipliers=[0.5, 1.5, 0.7, 1.2, 0.8])
 MULTIPLIERS = dict(eps=1e-3, in_multiplier=0.5, multipliers=(0.5, 1.5, 0.7, 1.2, 0.8))
 
@@ -103,7 +106,7 @@ MULTIPLIERS = dict(eps=1e-3, in_multiplier=0.5, multipliers=(0.5, 1.5, 0.7, 1.2,
 def falcon(settings: dict, **config) -> Model:
     """Return Falcon-H1 with some of its settings."""
     made = Mamba2Config(64, 2, 4, 16, 32, **MULTIPLIERS | config)
-    return Model(FALCON, SCALED | settings, "mamba", ONES, MIXED, made, TRANSPOSED)
+    return Model("falcon_h1", "FalconH1", SCALED | settings, "mamba", ONES, made)
 
 
 def qwen4(gate: str | None, activation: str) -> Model:
@@ -113,8 +116,7 @@ def qwen4(gate: str | None, activation: str) -> Model:
         indexer_budget=64, indexer_compress_ratio=4,
     )  # fmt: skip
     made = GatedDeltaNetConfig(64, 2, 4, 16, 24, eps=1e-3, activation=activation)
-    names = ("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpTextModel")
-    return Model(names, settings, "linear_attn", GATED, DELTA_NET, made, dict())
+    return Model("qwen4_exp", "Qwen4ExpText", settings, "linear_attn", GATED, made)
 
 
 def glm5(lower_bound: float | None) -> Model:
@@ -124,8 +126,7 @@ def glm5(lower_bound: float | None) -> Model:
         index_n_heads=2,
     )  # fmt: skip
     made = KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16, lower_bound=lower_bound)
-    names = ("glm5_next", "Glm5NextTextConfig", "Glm5NextTextModel")
-    return Model(names, settings, "self_attn", ("o_norm.weight", "forget_gate.dt_bias"), KIMI, made, dict())
+    return Model("glm5_next", "Glm5NextText", settings, "self_attn", ("o_norm.weight", "forget_gate.dt_bias"), made)
 
 
 def xlstm(weight_mode: str) -> Model:
@@ -135,89 +136,72 @@ def xlstm(weight_mode: str) -> Model:
         norm_eps=1e-3, weight_mode=weight_mode, autocast_kernel_dtype="float32",
     )  # fmt: skip
     ones = ("multihead_norm.weight", *(f"{name}_preact.bias" for name in ("igate", "fgate", "ifgate")), *SMALL_ONES)
-    made = MlstmLayerConfig(64, 2, 2, 32, 64, eps=1e-3, gate_soft_cap=4.0)
-    names = ("xlstm", "xLSTMConfig", "xLSTMModel")
-    return Model(names, settings, "mlstm_layer", ones, (mlstm_layer, load_mlstm_layer), made, dict(kept=_three_states))
-
-
-def _three_states(past) -> tuple:
-    C, n, m = past.rnn_state[0]
-    return None, MlstmState(C, n, m[..., 0])
+    made = layers.MlstmLayerConfig(64, 2, 2, 32, 64, eps=1e-3, gate_soft_cap=4.0)
+    return Model("xlstm", "xLSTM", settings, "mlstm_layer", ones, made)
 
 
 MODELS = {
-    "qwen3_next": Model(
-        ("qwen3_next", "Qwen3NextConfig", "Qwen3NextModel"), QWEN | EXPERTS, "linear_attn", GATED, DELTA_NET, DELTA,
-        dict(),
-    ),
-    "qwen3_5": Model(
-        ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5TextModel"), QWEN, "linear_attn", GATED, DELTA_NET, DELTA, dict()
-    ),
-    "qwen3_5_moe": Model(
-        ("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeTextModel"), QWEN | EXPERTS, "linear_attn", GATED, DELTA_NET,
-        DELTA, dict(),
-    ),
+    "qwen3_next": Model("qwen3_next", "Qwen3Next", QWEN | EXPERTS, "linear_attn", GATED, DELTA),
+    "qwen3_5": Model("qwen3_5", "Qwen3_5Text", QWEN, "linear_attn", GATED, DELTA),
+    "qwen3_5_moe": Model("qwen3_5_moe", "Qwen3_5MoeText", QWEN | EXPERTS, "linear_attn", GATED, DELTA),
     "qwen4_exp, silu": qwen4(None, "silu"),
     "qwen4_exp, sigmoid": qwen4("sigmoid", "sigmoid"),
     "lara_mini": Model(
-        ("lara_mini", "LaraMiniConfig", "LaraMiniModel"),
-        QWEN | EXPERTS | dict(layer_types=["linear_attention", "sliding_attention"]), "linear_attn", GATED, DELTA_NET,
-        DELTA, dict(),
+        "lara_mini", "LaraMini", QWEN | EXPERTS | dict(layer_types=["linear_attention", "sliding_attention"]),
+        "linear_attn", GATED, DELTA,
     ),
     "olmo_hybrid": Model(
-        ("olmo_hybrid", "OlmoHybridConfig", "OlmoHybridModel"),
+        "olmo_hybrid", "OlmoHybrid",
         ATTENTION | dict(num_key_value_heads=2, linear_key_head_dim=96, linear_value_head_dim=192),
-        "linear_attn", ("o_norm.weight",), DELTA_NET,
-        GatedDeltaNetConfig(64, 2, 2, 96, 192, eps=1e-5, allow_neg_eigval=True), dict(),
+        "linear_attn", ("o_norm.weight",),
+        GatedDeltaNetConfig(64, 2, 2, 96, 192, eps=1e-5, allow_neg_eigval=True),
     ),
     "kimi_linear": Model(
-        ("kimi_linear", "KimiLinearConfig", "KimiLinearModel"), LATENT | KIMIS, "self_attn", ("o_norm.weight",), KIMI,
-        KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16), dict(),
+        "kimi_linear", "KimiLinear", LATENT | KIMIS, "self_attn", ("o_norm.weight",),
+        KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16),
     ),
     "bailing_hybrid": Model(
-        ("bailing_hybrid", "BailingHybridConfig", "BailingHybridModel"), LATENT | dict(head_dim=16),
-        "self_attn", ("o_norm.weight",), KIMI,
-        KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, lower_bound=-5.0), dict(),
+        "bailing_hybrid", "BailingHybrid", LATENT | dict(head_dim=16), "self_attn", ("o_norm.weight",),
+        KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, lower_bound=-5.0),
     ),
     "glm5_next, softplus": glm5(None),
     "glm5_next, lower bound": glm5(-5.0),
     "mamba2": Model(
-        ("mamba2", "Mamba2Config", "Mamba2Model"),
+        "mamba2", "Mamba2",
         dict(
             num_hidden_layers=1, num_heads=4, head_dim=32, state_size=16, n_groups=2, chunk_size=32,
             layer_norm_epsilon=1e-3,
         ),
-        "mixer", ("D", "norm.weight", "conv1d.bias"), MIXED, Mamba2Config(64, 2, 4, 16, 32, eps=1e-3), TRANSPOSED,
+        "mixer", ("D", "norm.weight", "conv1d.bias"), Mamba2Config(64, 2, 4, 16, 32, eps=1e-3),
     ),
     "bamba": Model(
-        ("bamba", "BambaConfig", "BambaModel"), MIXER | dict(attn_layer_indices=[1], mamba_proj_bias=True), "mamba",
-        ONES, MIXED, Mamba2Config(64, 2, 4, 16, 32, eps=1e-3, in_bias=True, out_bias=True), TRANSPOSED,
+        "bamba", "Bamba", MIXER | dict(attn_layer_indices=[1], mamba_proj_bias=True), "mamba", ONES,
+        Mamba2Config(64, 2, 4, 16, 32, eps=1e-3, in_bias=True, out_bias=True),
     ),
     "granitemoehybrid": Model(
-        ("granitemoehybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridModel"),
+        "granitemoehybrid", "GraniteMoeHybrid",
         MIXER | dict(
             layer_types=["linear_attention", "full_attention"], num_local_experts=2, num_experts_per_tok=1,
             shared_intermediate_size=32,
         ),
-        "mamba", ONES, MIXED, Mamba2Config(64, 2, 4, 16, 32, eps=1e-3), TRANSPOSED,
+        "mamba", ONES, Mamba2Config(64, 2, 4, 16, 32, eps=1e-3),
     ),
     "nemotron_h": Model(
-        ("nemotron_h", "NemotronHConfig", "NemotronHModel"),
+        "nemotron_h", "NemotronH",
         dict(
             layers_block_type=["linear_attention", "full_attention"], num_attention_heads=2, num_key_value_heads=1,
             head_dim=32, intermediate_size=64, mamba_num_heads=4, mamba_head_dim=24, ssm_state_size=16, n_groups=2,
             chunk_size=32, layer_norm_epsilon=1e-3, use_bias=True,
         ),
-        "mixer", ONES, MIXED,
-        Mamba2Config(64, 2, 4, 16, 24, eps=1e-3, in_bias=True, out_bias=True), TRANSPOSED,
+        "mixer", ONES, Mamba2Config(64, 2, 4, 16, 24, eps=1e-3, in_bias=True, out_bias=True),
     ),
     "zamba2": Model(
-        ("zamba2", "Zamba2Config", "Zamba2Model"),
+        "zamba2", "Zamba2",
         dict(
             num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"], n_mamba_heads=4, mamba_d_state=16,
             mamba_ngroups=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64, chunk_size=32,
         ),
-        "mamba", ONES, MIXED, Mamba2Config(64, 2, 4, 16, 32), TRANSPOSED,
+        "mamba", ONES, Mamba2Config(64, 2, 4, 16, 32),
     ),
     "falcon_h1, norm before the gate": falcon(
         dict(mamba_rms_norm=True, mamba_norm_before_gate=True), norm="before"
@@ -227,15 +211,13 @@ MODELS = {
     ),
     "falcon_h1, no norm": falcon(dict(mamba_rms_norm=False, projectors_bias=True), norm=None, out_bias=True),
     "minimax": Model(
-        ("minimax", "MiniMaxConfig", "MiniMaxModel"),
+        "minimax", "MiniMax",
         dict(
             num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"],
             num_attention_heads=4, num_key_value_heads=2, head_dim=16, block_size=32, intermediate_size=64,
             num_local_experts=2,
         ),
-        "self_attn", ("norm.weight",), (lightning_attention, load_lightning_attention),
-        LightningAttentionConfig(64, 4, 4, 16, 16, layer=0, layers=3),
-        dict(kept=lambda past: (None, past.get_linear_cache(0))),
+        "self_attn", ("norm.weight",), layers.LightningAttentionConfig(64, 4, 4, 16, 16, layer=0, layers=3),
     ),
     "xlstm": xlstm("single"),
     "xlstm, fused": xlstm("fused"),

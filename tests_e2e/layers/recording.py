@@ -75,7 +75,7 @@ def as_parts(conv, config) -> tuple[jax.Array, ...]:
     return tuple(jnp.split(conv, np.cumsum(config.channels[::order])[:-1], axis=2)[::order])
 
 
-def record(model, layer, load, config, kept=conv_and_state) -> Recording:
+def record(model, layer, load, config, kept) -> Recording:
     """Return what a layer reads and writes while the model runs over random tokens.
 
     Args:

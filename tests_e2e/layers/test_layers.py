@@ -19,7 +19,7 @@ def case(request):
     ours = MODELS[request.param]
     model, layer = ours.build()
     assert config_from(model.config, layer=0) == ours.config
-    return request.param, record(model, layer, ours.functions[1], ours.config, **ours.recorded)
+    return request.param, record(model, layer, ours.functions[1], ours.config, ours.kept)
 
 
 @functools.cache

@@ -119,9 +119,8 @@ ELSEWHERE = ("Kimi-K3", "MiniMax-Text-01", "Zamba2-7B, at first", "xLSTM-7B")
 
 def configuration(ours, **settings):
     """Return a configuration of transformers for a model."""
-    module, name, _ = ours.names
-    found = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
-    return getattr(found, name)(**settings)
+    found = importlib.import_module(f"transformers.models.{ours.module}.configuration_{ours.module}")
+    return getattr(found, f"{ours.name}Config")(**settings)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("bailing_hybrid")])
@@ -193,9 +192,9 @@ def test_the_page_lists_every_model():
     assert found == served.keys() | refused.keys()
     cases = {case for cells in served.values() for case in re.findall("`([^`]+)`", cells[2])}
     assert cases == set(MODELS)
-    assert served.keys() == {model.names[0] for model in MODELS.values()}
+    assert served.keys() == {model.module for model in MODELS.values()}
     for name, (layer, *_) in served.items():
-        assert layer == f"`{next(m for m in MODELS.values() if m.names[0] == name).functions[0].__name__}`"
+        assert layer == f"`{next(m for m in MODELS.values() if m.module == name).functions[0].__name__}`"
     for name in refused:
         with pytest.raises(ValueError, match=r"`hf_config.model_type` must be one of"):
             config_from({"model_type": name})

@@ -8,23 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from chunkwise import layers, pipeline
 from chunkwise.causal_conv1d import causal_conv1d_update
-from chunkwise.layers import (
-    GatedDeltaNetConfig,
-    Step,
-    empty_cache,
-    init_gated_delta_net,
-    ragged_gated_delta_net,
-    shardings,
-)
-from chunkwise.pipeline import (
-    pool_formats,
-    ragged_comba,
-    ragged_gated_delta_rule,
-    ragged_gdn2,
-    ragged_kda,
-    ragged_simple_gla,
-)
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import has_libtpu, launches, topology_mesh
 from tests_e2e.mesh.meshes import P, collectives, inputs_of, make_mesh
@@ -36,7 +21,7 @@ SLOTS = 7
 # Kinds of axes, with a kernel or in plain JAX.
 THOROUGH = dict(
     test_step_over_heads_and_channels=lambda mode, implementation, operator: (
-        mode != "explicit" or implementation != "fused" or operator is not ragged_gated_delta_rule
+        mode != "explicit" or implementation != "fused" or operator is not pipeline.ragged_gated_delta_rule
     ),
     test_convolution_of_a_step=lambda mode, implementation: (mode == "explicit") != (implementation == "pallas"),
     test_decode_of_the_convolution=lambda implementation: implementation == "pallas",
@@ -46,7 +31,14 @@ both_modes = pytest.mark.parametrize("mode", ["explicit", "automatic"])
 
 
 @pytest.mark.parametrize(
-    "operator", [ragged_gated_delta_rule, ragged_kda, ragged_gdn2, ragged_comba, ragged_simple_gla]
+    "operator",
+    [
+        pipeline.ragged_gated_delta_rule,
+        pipeline.ragged_kda,
+        pipeline.ragged_gdn2,
+        pipeline.ragged_comba,
+        pipeline.ragged_simple_gla,
+    ],
 )
 @pytest.mark.parametrize("implementation", ["fused", "xla"])
 @both_modes
@@ -201,9 +193,9 @@ def compile_on(mesh, run, *arguments, donated: int, **layouts):
         return jax.jit(run, donate_argnums=donated, **layouts).trace(*arguments).lower().compile()
 
 
-def step_shapes(N: int) -> Step:
+def step_shapes(N: int) -> layers.Step:
     indices, count = spec(N, dtype=jnp.int32), spec(dtype=jnp.int32)
-    return Step(spec(N + 1, dtype=jnp.int32), indices, spec(N, dtype=bool), count, count)
+    return layers.Step(spec(N + 1, dtype=jnp.int32), indices, spec(N, dtype=bool), count, count)
 
 
 @on_tpus
@@ -220,7 +212,7 @@ def test_the_convolution_of_a_step_compiles_for_tpus():
 
     tensors = (spec(1, 256, 2048, dtype=jnp.bfloat16), spec(2048, W - 1, 2048, dtype=jnp.bfloat16), spec(2048, W))
     tensors = placed_shapes(mesh, tensors, (split, split, P("heads")))
-    rows, step = pool_formats(tensors[1]), on_all(mesh, step_shapes(8))
+    rows, step = pipeline.pool_formats(tensors[1]), on_all(mesh, step_shapes(8))
     given = tensors[0].sharding, rows, tensors[2].sharding, jax.tree.map(lambda y: y.sharding, step)
     program = compile_on(mesh, run, *tensors, step, donated=1, in_shardings=given, out_shardings=(None, rows))
     text = program.as_text()
@@ -234,13 +226,13 @@ def test_the_convolution_of_a_step_compiles_for_tpus():
 @pytest.mark.tpu
 def test_a_layer_compiles_for_tpus():
     """Decodes run as one kernel on every chip, a mixed step as several, and the last product is the only sum."""
-    mesh, config = topology_mesh("v6e:2x2", "heads"), GatedDeltaNetConfig(D=256, H=4, HV=8, K=128, V=128)
-    on = shardings(config, {"heads": "heads"}, mesh)
-    weights = jax.eval_shape(lambda: init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
-    pool = jax.eval_shape(lambda: empty_cache(config, 16, jnp.bfloat16))
+    mesh, config = topology_mesh("v6e:2x2", "heads"), layers.GatedDeltaNetConfig(D=256, H=4, HV=8, K=128, V=128)
+    on = layers.shardings(config, {"heads": "heads"}, mesh)
+    weights = jax.eval_shape(lambda: layers.init_gated_delta_net(jax.random.key(0), config, jnp.bfloat16))
+    pool = jax.eval_shape(lambda: layers.empty_cache(config, 16, jnp.bfloat16))
 
     def run(x, weights, pool, step):
-        return ragged_gated_delta_net(
+        return layers.ragged_gated_delta_net(
             x, weights, config, pool, step, implementation="fused", sharding=NamedSharding(mesh, on.values)
         )
 

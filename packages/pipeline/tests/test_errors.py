@@ -1,5 +1,6 @@
 """Bad input gets one clear sentence, before anything is computed."""
 
+import contextlib
 import functools
 import inspect
 import re
@@ -10,13 +11,6 @@ import numpy as np
 import pytest
 
 from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, norm_gated, pipeline, solve_tril, wy_fast
-from chunkwise.pipeline import (
-    check_step,
-    chunk_gla,
-    chunk_simple_gla,
-    ragged_gated_delta_rule,
-    recurrent_gated_delta_rule,
-)
 from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, RECURRENT, operator_inputs
 from chunkwise.shared.call.unknown_arguments import INSTEAD
 from chunkwise.shared.testing.inputs import make_inputs
@@ -27,13 +21,7 @@ FLAGS = {
     "output_final_state": "must be True or False, known when the program is built",
     "use_qk_l2norm_in_kernel": "must be True or False, known when the program is built",
 }
-WRONG = {
-    "array": jnp.ones((), bool),
-    "vector": np.ones(3, bool),
-    "text": "False",
-    "number": 1,
-    "none": None,
-}
+WRONG = dict(array=jnp.ones((), bool), vector=np.ones(3, bool), text="False", number=1, none=None)
 
 
 @EVERY
@@ -72,11 +60,8 @@ def test_scale_is_one_number(operator):
             operator.function(**x, scale=wrong)
 
 
-BOUNDED = [
-    getattr(pipeline, f"{form}_{name}")
-    for name in ("kda", "gdn2", "comba")
-    for form in ("chunk", "recurrent", "ragged")
-]
+FORMS = "chunk", "recurrent", "ragged"
+BOUNDED = [getattr(pipeline, f"{form}_{name}") for name in ("kda", "gdn2", "comba") for form in FORMS]
 
 
 @pytest.mark.parametrize("function", BOUNDED, ids=lambda function: function.__name__)
@@ -99,18 +84,18 @@ def test_the_old_name_of_min_gate(function):
 def test_the_rank_of_the_gate_is_the_operators():
     x = operator_inputs(OPERATORS["chunk_gla"], 1, 4, 1, 1, 8, 8)
     with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV\]; got \(1, 4, 1, 8\)"):
-        chunk_simple_gla(**x)
+        pipeline.chunk_simple_gla(**x)
     with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV, K\]; got \(1, 4, 1\)"):
-        chunk_gla(**x | {"g": x["g"][..., 0]})
+        pipeline.chunk_gla(**x | {"g": x["g"][..., 0]})
 
 
-@pytest.mark.parametrize(
-    ("name", "K"),
-    [("chunk_gated_delta_rule", 257), ("chunk_kda", 257), ("chunk_gla", 2048), ("chunk_simple_gla", 2048)],
-)
-def test_states_too_large_for_the_fused_kernels(name, K):
+TOO_LARGE = dict(chunk_gated_delta_rule=257, chunk_kda=257, chunk_gla=2048, chunk_simple_gla=2048)
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_states_too_large_for_the_fused_kernels(name):
     """As the docstring says; the stages take them."""
-    operator = OPERATORS[name]
+    operator, K = OPERATORS[name], TOO_LARGE[name]
     x = jax.eval_shape(lambda: operator_inputs(operator, 1, 16, 1, 1, K, K))
     assert 'NotImplementedError: "fused"' in operator.function.__doc__
     with pytest.raises(NotImplementedError, match='"fused"'):
@@ -122,10 +107,13 @@ def test_pools_of_the_wrong_kind():
     x, pool = make_inputs(3, 1, 1, 1, 16, 16), jnp.zeros((8, 1, 16, 16))
     message = r"`initial_state` must have shape .* = \(3, 1, 16, 16\); got \(8, 1, 16, 16\): a pool of slots comes with"
     with pytest.raises(ValueError, match=message):
-        recurrent_gated_delta_rule(**x, initial_state=pool)
+        pipeline.recurrent_gated_delta_rule(**x, initial_state=pool)
     step = dict(cu_seqlens=jnp.array([0, 1], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="`states` must be a StatePool of `make_pool` if states are int8; got"):
-        ragged_gated_delta_rule(**{n: y[:1] for n, y in x.items()}, states=pool.astype(jnp.int8), **step)
+        pipeline.ragged_gated_delta_rule(**{n: y[:1] for n, y in x.items()}, states=pool.astype(jnp.int8), **step)
+
+
+WRITTEN_ONCE = "`state_indices` must name a slot that is written only once"
 
 
 @pytest.mark.parametrize("slots", [[0, 1], [1, 1]], ids=["right", "wrong"])
@@ -134,20 +122,11 @@ def test_a_step_that_is_a_constant_of_a_program(slots):
     step = dict(cu_seqlens=jnp.array([0, 1, 8], jnp.int32), state_indices=jnp.array(slots, jnp.int32), num_decodes=1)
     x = make_inputs(1, 8, 1, 1, 16, 16)
 
-    def run(x, states):
-        check_step(**step, num_slots=3, num_tokens=8)
-        return ragged_gated_delta_rule(**x, states=states, **step)[1]
-
-    def alone(x, states):
-        return ragged_gated_delta_rule(**x, states=states, **step)[1]
-
-    for f in (run, alone):
-        trace = lambda f=f: jax.eval_shape(f, x, jnp.zeros((3, 1, 16, 16)))
-        if slots == [0, 1]:
-            assert trace().shape == (3, 1, 16, 16)
-        else:
-            with pytest.raises(ValueError, match="`state_indices` must name a slot that is written only once"):
-                trace()
+    check = lambda x, states: pipeline.check_step(**step, num_slots=3, num_tokens=8)
+    run = lambda x, states: pipeline.ragged_gated_delta_rule(**x, states=states, **step)[1]
+    for f in (check, run):
+        with contextlib.nullcontext() if slots == [0, 1] else pytest.raises(ValueError, match=WRITTEN_ONCE):
+            jax.eval_shape(f, x, jnp.zeros((3, 1, 16, 16)))
 
 
 EVERY = [*CHUNKED, *(operator for operator in COMPOSED.values() if operator.chunked)]
@@ -207,23 +186,12 @@ ELSEWHERE = {
 }
 # Of the stages, and of the convolution.
 OF_PARTS = "chunk_indices cu_seqlens_cpu head_first residual cache backend prenorm"
-OPERATIONS = [
-    getattr(pipeline, name) for name in pipeline.__all__ if name.startswith(("chunk_", "recurrent_", "ragged_"))
-]
+OPERATIONS = [getattr(pipeline, name) for name in pipeline.__all__ if name.startswith(FORMS)]
 PARTS = [
-    causal_conv1d.causal_conv1d,
-    causal_conv1d.causal_conv1d_update,
-    chunk_h.chunk_fwd_h,
-    chunk_h.chunk_gated_delta_rule_fwd_h,
-    chunk_o.chunk_fwd_o,
-    cumsum.chunk_local_cumsum,
-    kkt.chunk_scaled_dot_kkt,
-    solve_tril.solve_tril,
-    wy_fast.recompute_w_u,
-    norm_gated.rms_norm_gated,
-]
-
-
+    causal_conv1d.causal_conv1d, causal_conv1d.causal_conv1d_update, chunk_h.chunk_fwd_h,
+    chunk_h.chunk_gated_delta_rule_fwd_h, chunk_o.chunk_fwd_o, cumsum.chunk_local_cumsum, kkt.chunk_scaled_dot_kkt,
+    solve_tril.solve_tril, wy_fast.recompute_w_u, norm_gated.rms_norm_gated,
+]  # fmt: skip
 # What people type, by the kind of the function, and the argument that is nearly that; None where `INSTEAD` has a text.
 SLIPS = {
     "chunk": {"attention_mask": None, "states": None, "use_qk_l2norm": "use_qk_l2norm_in_kernel"},
@@ -282,6 +250,6 @@ def test_slots_of_a_step_that_int32_does_not_count(made):
     x = operator_inputs(OPERATORS["recurrent_gated_delta_rule"], 1, 4, 1, 1, 8, 8)
     step = dict(cu_seqlens=jnp.array([0, 4], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="`states` must have slots of at most 2147483647"):
-        jax.eval_shape(lambda states: ragged_gated_delta_rule(**x, states=made(states), **step), states)
+        jax.eval_shape(lambda states: pipeline.ragged_gated_delta_rule(**x, states=made(states), **step), states)
     with pytest.raises(ValueError, match="`slots` must be at most 2147483647, which int32 counts"):
         pipeline.make_pool(2**31, 1, 8, 8)

@@ -13,15 +13,7 @@ from jax.experimental import checkify
 
 from chunkwise import pipeline
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule
-from tests.engine import (
-    PREFILLS,
-    Engine,
-    Oracle,
-    describe,
-    linear_attention,
-    make_rubbish,
-    make_wrong,
-)
+from tests.engine import PREFILLS, Engine, Oracle, describe, linear_attention, make_rubbish, make_wrong
 from tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
 
 T, N, SLOTS, BLOCK = 150, 6, 40, 64
@@ -83,14 +75,11 @@ def make_schedule(random: Random, W: int, with_reads: bool = False) -> dict:
     indices, blocks, shared = np.split(np.array(slots[: N * W + 2 * N + 2], np.int32), [N * W, N * W + 2 * N])
     few = lambda count, percent: np.array([random.randrange(100) >= 100 - percent for _ in range(count)])
     schedule = dict(
-        cu_seqlens=cu_seqlens,
-        state_indices=np.where(few(N * W, 15), np.int32(-1), indices).reshape(N, W),
-        has_initial_state=~few(N, 30),
-        num_decodes=decodes,
-        num_sequences=sequences,
+        cu_seqlens=cu_seqlens, state_indices=np.where(few(N * W, 15), np.int32(-1), indices).reshape(N, W),
+        has_initial_state=~few(N, 30), num_decodes=decodes, num_sequences=sequences,
         num_accepted_tokens=np.array([random.randint(1, W) for _ in range(N)], np.int32),
         block_state_indices=np.where(few(N * 2, 30), np.int32(-1), blocks).reshape(N, 2),
-    )
+    )  # fmt: skip
     if with_reads:
         schedule["read_indices"] = np.array([random.choice((*shared, -1)) for _ in range(N)], np.int32)
     return schedule
@@ -138,57 +127,31 @@ def assert_step(
     return after
 
 
-def assert_one_step(operator: str, implementation: str, schedule: dict, rng, given=None) -> None:
-    """Compare a step over a random pool with the oracle."""
-    pool = rng.standard_normal((SLOTS, HV, K, V)).astype(np.float32)
-    oracle = Oracle(linear_attention, BLOCK, pool)
-    assert_step(operator, implementation, oracle, pool, schedule, rng, given)
-
-
-def assert_schedule(operator: str, implementation: str, engine: Engine, steps: int, seed: int, dtype="float32") -> None:
-    """Compare the steps of an engine with one oracle, over one pool, whose free slots hold what must have no effect.
-
-    In a pool of 16 bits every step rounds the states that it stores. The oracle goes on from the rounded ones, so that
-    every step is compared with what it started from. In float32 it never sees the pool again.
-    """
-    rng = np.random.default_rng(seed)
-    free = np.array([np.nan, -0.0, np.inf, -1e-40]).astype(dtype)
-    pool = np.empty((SLOTS, HV, K, V), dtype)
-    pool[:] = np.resize(free, SLOTS)[:, None, None, None]
-    oracle = Oracle(linear_attention, BLOCK, pool)
-    _, traces = compiled(operator, implementation)
-    before = len(traces)
-    for _ in range(steps):
-        freed, schedule = engine.step()
-        (hypothesis.note if hypothesis.currently_in_test_context() else print)(describe(schedule, freed))
-        pool = np.array(pool)
-        pool[freed] = np.nan
-        oracle.states |= {slot: pool[slot].astype(np.float64) for slot in freed}
-        error, _ = checked()(schedule | {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")})
-        error.throw()
-        pool = assert_step(operator, implementation, oracle, pool, schedule, rng)
-        if pool.dtype != np.float32:
-            oracle.states = {slot: state.astype(np.float64) for slot, state in enumerate(pool)}
-    assert len(traces) <= before + 1
-
-
-@functools.cache
-def checked():
-    """Return a jitted check of a step, which returns what is wrong with it."""
-    check = lambda schedule: check_step(**schedule, block_size=BLOCK, num_slots=SLOTS, num_tokens=T)
-    return jax.jit(checkify.checkify(check))
-
-
 def rms(x: np.ndarray) -> float:
     """Return the root of the mean square."""
     return float(np.sqrt(np.mean(x**2)))
 
 
-@pytest.mark.parametrize("implementation", ["fused"])
-def test_short_schedule(implementation):
-    """An engine that does all that there is, in a few steps."""
-    engine = Engine(Random(38), T, N, 3, SLOTS, BLOCK, shares=True)
-    assert_schedule("gated_delta_rule", implementation, engine, 6, 0)
+def test_short_schedule():
+    """An engine that does all that there is in a few steps, over one pool, whose free slots hold what has no effect."""
+    engine, rng = Engine(Random(38), T, N, 3, SLOTS, BLOCK, shares=True), np.random.default_rng(0)
+    pool = np.empty((SLOTS, HV, K, V), np.float32)
+    pool[:] = np.resize([np.nan, -0.0, np.inf, -1e-40], SLOTS)[:, None, None, None]
+    # It never sees the pool again.
+    oracle = Oracle(linear_attention, BLOCK, pool)
+    check = lambda schedule: check_step(**schedule, block_size=BLOCK, num_slots=SLOTS, num_tokens=T)
+    checked, (_, traces) = jax.jit(checkify.checkify(check)), compiled("gated_delta_rule", "fused")
+    before = len(traces)
+    for _ in range(6):
+        freed, schedule = engine.step()
+        print(describe(schedule, freed))
+        pool = np.array(pool)
+        pool[freed] = np.nan
+        oracle.states |= {slot: pool[slot].astype(np.float64) for slot in freed}
+        error, _ = checked(schedule | {name: jnp.int32(schedule[name]) for name in ("num_decodes", "num_sequences")})
+        error.throw()
+        pool = assert_step("gated_delta_rule", "fused", oracle, pool, schedule, rng)
+    assert len(traces) <= before + 1
     assert engine.done == {
         "block kept", "decode from a later column", "prefill from a later column", "prefix shared", "prompt in pieces",
         "rolled back", "slots freed", "waited",
@@ -205,7 +168,9 @@ def test_what_does_not_exist_is_none(operator, implementation):
         schedule = make_schedule(random, 3, with_reads)
         given = make_wrong(random, schedule, SLOTS, T)
         hypothesis.note(f"{describe(schedule)}\ngiven {given}")
-        assert_one_step(operator, implementation, schedule, np.random.default_rng(seed), given=given)
+        rng = np.random.default_rng(seed)
+        pool = rng.standard_normal((SLOTS, HV, K, V)).astype(np.float32)
+        assert_step(operator, implementation, Oracle(linear_attention, BLOCK, pool), pool, schedule, rng, given)
 
     check()
 
@@ -236,23 +201,16 @@ STEP = dict(
     num_decodes=2, num_sequences=3, num_accepted_tokens=np.array([1, 2, 1], np.int32),
     block_state_indices=np.array([[6], [7], [8]], np.int32), block_size=64,
 )  # fmt: skip
+ints = lambda *x: np.array(x, np.int32)
 WRONG = {
-    "rise": dict(cu_seqlens=np.array([0, 1, 0, 80], np.int32)),
-    "at most T": dict(cu_seqlens=np.array([0, 1, 3, 200], np.int32)),
+    "rise": dict(cu_seqlens=ints(0, 1, 0, 80)),
+    "at most T": dict(cu_seqlens=ints(0, 1, 3, 200)),
     "at most `num_sequences`, and both from 0 to 3; got 3 and 2": dict(num_decodes=3, num_sequences=2),
-    "at most 2 tokens, which come first; got 2, and sequence 1 has 3": dict(
-        cu_seqlens=np.array([0, 1, 4, 80], np.int32)
-    ),
-    r"from 1 to 2; got 3 at \[1\]": dict(num_accepted_tokens=np.array([1, 3, 1], np.int32)),
-    "below 40, the number of slots; got 40 for sequence 1": dict(
-        state_indices=np.array([[0, 1], [2, 40], [4, 5]], np.int32)
-    ),
-    "only once; got 0 for sequence 0 and for sequence 1": dict(
-        state_indices=np.array([[0, 1], [2, 0], [4, 5]], np.int32)
-    ),
-    "starts from; got 2, from which sequence 0 starts and which sequence 1 writes": dict(
-        read_indices=np.array([2, 2, 4], np.int32)
-    ),
+    "at most 2 tokens, which come first; got 2, and sequence 1 has 3": dict(cu_seqlens=ints(0, 1, 4, 80)),
+    r"from 1 to 2; got 3 at \[1\]": dict(num_accepted_tokens=ints(1, 3, 1)),
+    "below 40, the number of slots; got 40 for sequence 1": dict(state_indices=ints([0, 1], [2, 40], [4, 5])),
+    "only once; got 0 for sequence 0 and for sequence 1": dict(state_indices=ints([0, 1], [2, 0], [4, 5])),
+    "got 2, from which sequence 0 starts and which sequence 1 writes": dict(read_indices=ints(2, 2, 4)),
 }
 
 
@@ -270,28 +228,24 @@ def test_wrong_values(message):
         error.throw()
 
 
+empty = lambda *shape: np.zeros(shape, np.int32)
+BUILT = "known when the program is built; got an array"
 SHAPES = {
-    r"`state_indices` must be int32 of shape \[N\] or \[N, W\] with N = 3": dict(state_indices=np.zeros(2, np.int32)),
-    r"`has_initial_state` must be bool of shape \(3,\); got": dict(has_initial_state=np.ones(3, np.int32)),
+    r"`state_indices` must be int32 of shape \[N\] or \[N, W\] with N = 3": dict(state_indices=empty(2)),
+    r"`has_initial_state` must be bool of shape \(3,\); got": dict(has_initial_state=empty(3)),
     r"`num_decodes` must be from 0 to 3; got 4": dict(num_decodes=4),
     r"`num_sequences` must be int32 of shape \(\); got": dict(num_sequences=np.float32(1)),
     "`block_size` and `block_state_indices` must come together": dict(block_size=None),
     "`block_size` must be a multiple of the chunk size 64; got 32": dict(block_size=32),
-    "`block_size` must be a multiple of the chunk size 64, known when the program is built; got an array": dict(
-        block_size=np.full((), 64)
-    ),
-    "`chunk_size` must be one of .* known when the program is built; got an array": dict(chunk_size=np.full((), 64)),
+    f"`block_size` must be a multiple of the chunk size 64, {BUILT}": dict(block_size=np.full((), 64)),
+    f"`chunk_size` must be one of .* {BUILT}": dict(chunk_size=np.full((), 64)),
     "`chunk_size` must be one of .*; got 48": dict(chunk_size=48),
     r"`states` must have shape \[slots, HV, K, V\]": dict(states=np.zeros((SLOTS, HV, V, K), np.float32)),
-    r"`states` must be float32": dict(states=np.zeros((SLOTS, HV, K, V), np.int32)),
-    r"`read_indices` must be int32 of shape \(3,\); got int32 \(3, 2\)": dict(read_indices=np.zeros((3, 2), np.int32)),
+    r"`states` must be float32": dict(states=empty(SLOTS, HV, K, V)),
+    r"`read_indices` must be int32 of shape \(3,\); got int32 \(3, 2\)": dict(read_indices=empty(3, 2)),
     r"`num_accepted_tokens` must be int32 of shape \(3,\); got int32 \(\)": dict(num_accepted_tokens=np.int32(1)),
-    r"`block_state_indices` must be int32 of shape \(3, 1\); got int32 \(3,\)": dict(
-        block_state_indices=np.zeros(3, np.int32)
-    ),
-    r"`block_state_indices` must be int32 of shape \(3, 1\); got int32 \(2, 1\)": dict(
-        block_state_indices=np.zeros((2, 1), np.int32)
-    ),
+    r"`block_state_indices` must be int32 of shape \(3, 1\); got int32 \(3,\)": dict(block_state_indices=empty(3)),
+    r"`block_state_indices` must be int32 of shape \(3, 1\); got int32 \(2, 1\)": dict(block_state_indices=empty(2, 1)),
     r"`cu_seqlens` must be an int32 array \[N \+ 1\]; got None": dict(cu_seqlens=None),
     r"`cu_seqlens` must be int32 of shape \[N \+ 1\]": dict(cu_seqlens=np.zeros(4, np.float32)),
 }
