@@ -2,6 +2,7 @@
 
 import json
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,15 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def record(request):
-    """Take rows with at least `host` and `run`, print each of them, and write each at once to the file of `--json`."""
+    """Take rows, print each of them, and write each at once to the file of `--json`.
+
+    A row is of a distribution, which has a version, and of a run; it may name its host and its versions otherwise.
+    """
     path = request.config.getoption("--json")
 
-    def take(row):
+    def take(distribution: str, run: str, version: str | None = None, **row):
+        about = dict(host=distribution, version=version or metadata.version(distribution), jax=metadata.version("jax"))
+        row = about | dict(run=run) | row
         print(f"\n{row}")
         if path is None:
             return

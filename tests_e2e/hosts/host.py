@@ -145,14 +145,19 @@ def losses_of(run: dict) -> list[float]:
     return [step["loss"] for step in run["steps"]]
 
 
-def gap(a: dict, b: dict) -> float:
+def gap(theirs: dict, ours: dict) -> float:
     """Return the largest difference of the losses of a step of two trainers."""
-    return max(abs(x - y) for x, y in zip(losses_of(a), losses_of(b), strict=True))
+    return max(abs(x - y) for x, y in zip(losses_of(theirs), losses_of(ours), strict=True))
 
 
-def seconds_of(run: dict) -> float:
-    """Return the least time of a step of a trainer, after those that compile."""
-    return min(step["seconds"] for step in run["steps"][2:])
+def trained(theirs: dict, ours: dict) -> dict:
+    """Return what docs/data keeps of two runs of a trainer: losses, and the least time of a step after the first."""
+    runs = dict(theirs=theirs, ours=ours)
+    return dict(
+        steps=len(ours["steps"]), losses={who: losses_of(run) for who, run in runs.items()},
+        difference=gap(theirs, ours),
+        seconds={who: min(step["seconds"] for step in run["steps"][2:]) for who, run in runs.items()},
+    )  # fmt: skip
 
 
 def count_calls(

@@ -70,38 +70,23 @@ def run_suite(distribution: str, place: str | None, files: tuple[str, ...], *, d
         return result_of(arguments, result, tests[0].parents[1], variables, devices=devices, flags=flags, timeout=7200)
 
 
-def row_of(distribution: str, found: dict[str, dict], what: str, version: str | None) -> dict:
-    """Return what docs/data keeps of a suite: the tests that call ours and are not skipped, and those that pass.
-
-    `what` says which tests run, and how; without a `version` the distribution is installed and has one.
-    """
-    called = {name: test for name, test in found.items() if test["calls"] and test["outcome"] != "skipped"}
-    failed = sorted(name for name, test in called.items() if test["outcome"] != "passed")
-    about = dict(host=distribution, version=version or metadata.version(distribution), jax=metadata.version("jax"))
-    return about | dict(run="its tests", what=what, tests=len(called), passed=len(called) - len(failed), failed=failed)
-
-
 def check_suite(
-    distribution: str,
-    place: str,
-    files: tuple[str, ...],
-    what: str,
-    record: Callable,
-    *,
-    devices: int = 1,
-    version: str | None = None,
+    distribution: str, place: str, files: tuple[str, ...], what: str, record: Callable, *, devices: int = 1, **version
 ) -> None:
-    """Run the tests of a distribution with ours in place, keep the row of it, and fail if a test that calls ours does.
+    """Run the tests of a distribution with ours in place, and fail if a test that calls ours does.
 
-    The arguments are those of `run_suite` and `row_of`; `record` keeps a row.
+    A row is kept of the tests that call ours and are not skipped, and of those that pass. `what` says which tests run,
+    and how; a distribution that is not installed comes with its `version`. The others are those of `run_suite`.
     """
     found = run_suite(distribution, place, files, devices=devices)
-    row = row_of(distribution, found, what, version)
-    record(row)
-    for name in row["failed"]:
+    called = {name: test for name, test in found.items() if test["calls"] and test["outcome"] != "skipped"}
+    failed = sorted(name for name, test in called.items() if test["outcome"] != "passed")
+    passed = len(called) - len(failed)
+    record(distribution, "its tests", what=what, tests=len(called), passed=passed, failed=failed, **version)
+    for name in failed:
         print(name, found[name]["why"], sep="\n")
-    assert row["tests"]
-    assert not row["failed"]
+    assert called
+    assert not failed
 
 
 @functools.cache

@@ -132,8 +132,8 @@ def test_launches_on_an_h100(hopper, record, name):
     """The default takes the kernels there: few launches, where plain JAX has hundreds."""
     options = {} if "gla" in name else dict(use_qk_l2norm_in_kernel=True)
     forward, both = (launches(name, None, gradient, **options) for gradient in (False, True))
-    about = dict(host="jax-linear-attention", version="0.1.0", jax=jax.__version__, run=f"{name} for an H100")
-    record(about | dict(operator=name, launches=forward, launches_with_backward=both))
+    found = dict(operator=name, launches=forward, launches_with_backward=both)
+    record("jax-linear-attention", f"{name} for an H100", **found)
     assert forward <= 10
     assert both <= (25 if name == "gated_delta_rule" else 32)
 

@@ -44,18 +44,11 @@ def run(module: Any, **options):
     return jax.jit(lambda *x: module.jax_chunk_gated_delta_rule(*x[:5], initial_state=x[5], **FLOAT32, **options))
 
 
-def errors(strongest: float) -> list[float]:
-    """Return the errors of theirs and of ours against float64."""
-    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in inputs(strongest=strongest))
-    unit = lambda x: x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-    want = oracle.reference(unit(q), unit(k), v, g, beta, initial_state=state)[0]
-    outs = [run(module)(*inputs(strongest=strongest))[0] for module in (THEIRS, maxtext)]
-    return [error(o, want) for o in outs]
-
-
 @pytest.mark.parametrize("strongest", [1.0, 60.0])
 def test_error(strongest):
-    theirs, ours = errors(strongest)
+    x = inputs(strongest=strongest)
+    want = oracle.reference(*x[:5], initial_state=x[5], use_qk_l2norm_in_kernel=True)[0]
+    theirs, ours = (error(run(module)(*x)[0], want) for module in (THEIRS, maxtext))
     print(f"\ngates down to -{strongest:.0f}: {theirs:.1e} theirs, {ours:.1e} ours")
     assert ours < 1e-6
 
@@ -110,14 +103,6 @@ def test_temporaries_on_v6e():
     assert found["ours"] < found["theirs"]
 
 
-def test_the_module_stands_in():
-    """What a user changes: two names of `maxtext.models.qwen3`."""
-    qwen3 = types.SimpleNamespace(**vars(THEIRS))
-    for name in vars(THEIRS):
-        setattr(qwen3, name, getattr(maxtext, name))
-    assert_close("o", run(qwen3)(*inputs())[0], np.asarray(run(THEIRS)(*inputs())[0], np.float64), 1e-5)
-
-
 CONFIG = GatedDeltaNetConfig(D=24, H=2, HV=4, K=16, V=8)
 
 
@@ -169,22 +154,8 @@ def test_the_whole_layer():
             assert_close(name, ours, np.asarray(reference, np.float64), 1e-5)
 
 
-def test_packed_documents():
-    """MaxText's layer sends the first document into the second one; ours does not, out of the same parameters."""
-    theirs, x = layer(THEIRS), jax.random.normal(jax.random.key(1), (1, 90, CONFIG.D))
-    weights = maxtext.load_qwen3_next(nnx.state(theirs, nnx.Param), CONFIG)
-    ids = jnp.asarray([[1] * 30 + [2] * 50 + [0] * 10])
-    alone = np.asarray(theirs(x[:, 30:80])[0], np.float64)
-    leaked = theirs(x, decoder_segment_ids=ids)[0][:, 30:80]
-    packed = gated_delta_net(x, weights, CONFIG, segment_ids=ids, padding_id=0)[0]
-    difference = error(leaked, alone)
-    print(f"\nthe second document differs by {difference:.0%} in MaxText's layer")
-    assert difference > 0.01
-    assert_close("the second document", packed[:, 30:80], alone, 1e-5)
-
-
 def test_the_layer_keeps_documents_apart():
-    """What `install(documents=True)` puts in the place of the call of MaxText's layer."""
+    """MaxText's layer sends the first document into the second; what `install(documents=True)` puts there does not."""
     qwen3, utils = types.ModuleType("qwen3"), types.ModuleType("sharding")
     theirs, x = layer(THEIRS, qwen3), jax.random.normal(jax.random.key(1), (1, 90, CONFIG.D))
     put({"maxtext.models.qwen3": qwen3, "maxtext.utils.sharding": utils})
@@ -198,4 +169,6 @@ def test_the_layer_keeps_documents_apart():
         put_back()
     assert cache is None
     assert_close("the second document", packed[:, 30:80], alone, 1e-5)
-    assert error(theirs(x, decoder_segment_ids=ids)[0][:, 30:80], alone) > 0.01
+    difference = error(theirs(x, decoder_segment_ids=ids)[0][:, 30:80], alone)
+    print(f"\nthe second document differs by {difference:.0%} in MaxText's layer")
+    assert difference > 0.01

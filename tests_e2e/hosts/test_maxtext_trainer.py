@@ -4,11 +4,10 @@ Each run is a process of its own, which trains a tiny Qwen3-Next for 20 steps.
 """
 
 import functools
-from importlib import metadata
 
 import pytest
 
-from tests_e2e.hosts.host import gap, losses_of, run_whole, seconds_of
+from tests_e2e.hosts.host import gap, losses_of, run_whole, trained
 
 RUNS = {
     "Qwen3-Next, float32": {},
@@ -23,22 +22,13 @@ def train(ours=None, **options):
     return run_whole("maxtext_trainer", options | dict(ours=ours), DECOUPLE_GCLOUD="TRUE")
 
 
-def row_of(name, theirs, ours):
-    about = dict(host="MaxText", version=metadata.version("maxtext"), jax=metadata.version("jax"), run=name)
-    losses = dict(theirs=losses_of(theirs), ours=losses_of(ours))
-    return about | dict(
-        steps=len(losses["ours"]), losses=losses, difference=gap(theirs, ours),
-        seconds=dict(theirs=seconds_of(theirs), ours=seconds_of(ours)),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("ours", ["functions", "layer"])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_trainer(name, ours, record):
     theirs, own = (train(who, **RUNS[name]) for who in (None, ours))
     assert not theirs["calls"]
     assert own["calls"]["gated_delta_net" if ours == "layer" else "chunk_gated_delta_rule"]
-    record(row_of(name + (", the whole layer" if ours == "layer" else ""), theirs, own))
+    record("maxtext", name + (", the whole layer" if ours == "layer" else ""), host="MaxText", **trained(theirs, own))
     assert losses_of(theirs)[-1] < losses_of(theirs)[0] - 0.1
     # A unit in the last place of a loss of 6.7 is 5e-7 in float32; hidden states of bfloat16 are rounded to 4e-3.
     assert gap(theirs, own) < (0.02 if "bfloat16" in name else 1e-4)
@@ -51,7 +41,8 @@ def test_packed_documents(record):
     the inputs of the convolution go on from one document to the next, and losses differ by 7e-3.
     """
     runs = {(who, form): train(who, documents=form) for who in (None, "layer") for form in ("packed", "alone")}
-    record(row_of("Qwen3-Next, packed documents, the whole layer", runs[None, "packed"], runs["layer", "packed"]))
+    packed = trained(runs[None, "packed"], runs["layer", "packed"])
+    record("maxtext", "Qwen3-Next, packed documents, the whole layer", host="MaxText", **packed)
     apart = {who: gap(runs[who, "packed"], runs[who, "alone"]) for who in (None, "layer")}
     print(f"\npacked documents differ from documents alone by {apart}")
     assert gap(runs[None, "alone"], runs["layer", "alone"]) < 1e-4

@@ -3,8 +3,6 @@
 Each run is a process of its own with a tiny random model, which answers four batches of six requests greedily.
 """
 
-from importlib import metadata
-
 import pytest
 
 from tests_e2e.hosts.host import run_whole
@@ -43,13 +41,6 @@ def agreement(theirs, ours):
     return found
 
 
-def row_of(name, theirs, ours):
-    """Return what docs/data keeps of a run with chunkwise and one without."""
-    about = dict(host="SGLang-JAX", version=metadata.version("sglang-jax"), jax=metadata.version("jax"), run=name)
-    seconds = {who: x["seconds"]["others"]["processor"] for who, x in (("theirs", theirs), ("ours", ours))}
-    return about | agreement(theirs, ours) | dict(cached=cached(ours), seconds=seconds)
-
-
 def cached(found):
     """Return how many tokens of prompts were found in the cache."""
     return sum(request["cached"] for part in found["runs"].values() for request in part)
@@ -59,7 +50,8 @@ def cached(found):
 def test_the_engine(name, record):
     options = RUNS[name]
     theirs, ours = run(False, **options), run(True, **options)
-    row = row_of(name, theirs, ours)
+    seconds = {who: x["seconds"]["others"]["processor"] for who, x in (("theirs", theirs), ("ours", ours))}
+    row = agreement(theirs, ours) | dict(cached=cached(ours), seconds=seconds)
     operator, rounds = OPERATORS[options["model"]], options.get("dtype") == "bfloat16"
     assert not theirs["calls"]
     assert set(ours["calls"]) == {f"{operator}, prefill", f"{operator}, decode"}
@@ -70,10 +62,10 @@ def test_the_engine(name, record):
         # Of two engines that round, neither is right: ours is as near to the engine in float32 as theirs is.
         exact = run(False, **options | {"dtype": "float32"})
         near = {who: agreement(exact, x) for who, x in (("theirs", theirs), ("ours", ours))}
-        record(row | {"from float32": near})
+        record("sglang-jax", name, host="SGLang-JAX", **row, **{"from float32": near})
         assert near["ours"]["same_tokens"] > 0.8 * near["theirs"]["same_tokens"]
         return
-    record(row)
+    record("sglang-jax", name, host="SGLang-JAX", **row)
     assert row["logprobs"] < 1e-4
     assert row["same_tokens"] == row["tokens"]
 

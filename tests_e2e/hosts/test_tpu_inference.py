@@ -212,10 +212,8 @@ def test_temporaries_on_v6e(form):
 def test_bundles_of_a_decode(H, HV, record):
     """Both have the convolution, the gates and the rule of 64 decodes over a bfloat16 pool; ours has the norm too."""
     theirs = run_whole("tpu_inference_bundles", dict(H=H, HV=HV, chip="v6e"))
-    ours = decode_mixer.estimate(
-        Mixer("gated_delta_rule", H=H, HV=HV), MIXTURES["decode-64-bfloat16"], "v6e", timeout=600
-    )  # fmt: skip
+    mixer = Mixer("gated_delta_rule", H=H, HV=HV)
+    ours = decode_mixer.estimate(mixer, MIXTURES["decode-64-bfloat16"], "v6e", timeout=600)
     row = dict(theirs=theirs["bundles"] / theirs["sequences"], ours=ours["decode_bundles"] / 64)
-    about = dict(host="tpu-inference", version=metadata.version("tpu-inference"), jax=theirs["jax"])
-    record(about | dict(run=f"a decode, {H} / {HV} heads, v6e", bundles=row))
+    record("tpu-inference", f"a decode, {H} / {HV} heads, v6e", jax=theirs["jax"], bundles=row)
     assert row["ours"] < row["theirs"]

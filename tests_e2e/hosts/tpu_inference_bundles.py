@@ -50,10 +50,8 @@ def main(o: Options, result: Path) -> None:
         tokens = [spec(N, n, dtype=jnp.bfloat16) for n in (channels, o.HV, o.HV)]
         pools = [spec(SLOTS, WIDTH - 1, channels), spec(SLOTS, o.HV, K, K, dtype=jnp.bfloat16)]
         weights = [spec(channels, 1, WIDTH, dtype=jnp.bfloat16), spec(o.HV), spec(o.HV)]
-        function, sizes = (
-            load_kernel().fused_conv1d_gdn,
-            dict(n_kq=o.H, n_v=o.HV, d_k=K, d_v=K, kernel_size=WIDTH, decode_tile_size=TILE),
-        )
+        function = load_kernel().fused_conv1d_gdn
+        sizes = dict(n_kq=o.H, n_v=o.HV, d_k=K, d_v=K, kernel_size=WIDTH, decode_tile_size=TILE)
         run = lambda x, pools, w, steps: function(*x, *pools, w[0], None, *w[1:], *steps, **sizes)
         steps = [integers(N + 1), integers(N), integers(3), integers(N), integers(N)]
         text = compiler.compile_for(run, tokens, pools, weights, steps, chip=o.chip).as_text()

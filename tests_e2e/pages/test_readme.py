@@ -26,26 +26,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Those that take long, or whose code is mostly that of other pages.
-REPEATS = (
-    "distribution",
-    "fine-tuning",
-    "flax",
-    "from-tokamax",
-    "integrations",
-    "maintain/adding-a-kernel",
-    "moving-requests",
-    "new-tpu",
-    "numerics",
-    "packing",
-    "prompts",
-    "serving",
-    "serving-layers",
-    "serving-pools",
-    "stages",
-    "tokens-over-devices",
-    "tutorial",
-    "two-keys",
-)
+REPEATS = """
+    distribution fine-tuning flax from-tokamax integrations maintain/adding-a-kernel moving-requests new-tpu numerics
+    packing prompts serving serving-layers serving-pools stages tokens-over-devices tutorial two-keys
+""".split()  # noqa: SIM905
 # The session `build` runs the page of the pipeline.
 LONG = [
     *(ROOT / f"packages/{name}/README.md" for name in ("layers", "pipeline")),
@@ -195,13 +179,8 @@ def check_nox(arguments: list[str]) -> None:
 def check_pip(arguments: list[str]) -> None:
     """Tests install nothing: a folder must be a distribution, another name one that the project declares."""
     assert arguments[0] == "install"
-    files = [
-        ROOT / "pyproject.toml",
-        ROOT / "noxfile.py",
-        ROOT / "release/hosts.py",
-        *ROOT.glob("packages/*/pyproject.toml"),
-    ]
-    declared = "".join(path.read_text() for path in files)
+    files = (ROOT / name for name in ("pyproject.toml", "noxfile.py", "release/hosts.py"))
+    declared = "".join(path.read_text() for path in (*files, *ROOT.glob("packages/*/pyproject.toml")))
     for name in arguments[1:]:
         if name.startswith("git+"):
             name = name.partition("#subdirectory=")[2] or "."

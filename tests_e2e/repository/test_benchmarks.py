@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import accuracy, step
 from benchmarks.cases import CASES, COMPOSED, Composed
+from benchmarks.mixer import MIXERS, Mixer
+from benchmarks.step import MIXTURES, Mixture, moved_bytes
 from chunkwise.command.models import Layer
 from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing import tpu as compiler
@@ -73,8 +76,6 @@ def test_cost_is_the_packages():
 
 
 def small_mixer(operator, **options):
-    from benchmarks.mixer import Mixer
-
     return Mixer(operator, **dict(H=1, HV=2, K=8, V=8, T=16) | options)
 
 
@@ -102,8 +103,6 @@ def test_mixer(operator, activation):
 
 
 def test_the_cost_of_a_mixer_is_that_of_its_parts():
-    from benchmarks.mixer import MIXERS
-
     T, H, HV, K, V, W, size = 64, 1, 2, 8, 8, 4, 2
     mixer, operator = small_mixer("gated_delta_rule"), Layer("gated_delta_rule", H=H, HV=HV, K=K, V=V)
     convolved, rows = T * (2 * H * K + HV * V), T * HV
@@ -137,8 +136,6 @@ def test_the_error_that_is_nearest_to_its_limit_is_shown():
 
 
 def test_accuracy(run, monkeypatch):
-    from benchmarks import accuracy
-
     monkeypatch.setattr(accuracy, "STRENGTHS", (0.1, 5.0))
     code, rows = run("accuracy", "gate", "--operator", "simple_gla", "--implementation", "xla", "--tokens", "64")
     assert code == 0
@@ -149,8 +146,6 @@ def test_accuracy(run, monkeypatch):
 
 
 def test_forms_of_the_inverse():
-    from benchmarks import accuracy
-
     x = accuracy.inputs("gated_delta_rule", 0.01, 0.0, 1.0, jnp.float32, 64, 32)
     forms = accuracy.forms("gated_delta_rule", "repeated keys", ["xla"])
     ours, *others = ((name, jax.jit(fn)(x)) for name, fn in forms.items())
@@ -191,8 +186,6 @@ STEP_CASES = "small", "packed", "ragged"
 @pytest.mark.parametrize("mixture", STEPS, ids=["0", "1", "2"])
 @pytest.mark.parametrize("case", STEP_CASES)
 def test_time_of_a_step(run, case, mixture, monkeypatch):
-    from benchmarks.step import MIXTURES, Mixture
-
     monkeypatch.setitem(MIXTURES, "some", Mixture(**mixture))
     code, rows = run("step", "--case", case, "--mixture", "some", "--repeats", "1")
     assert code == 0
@@ -201,8 +194,6 @@ def test_time_of_a_step(run, case, mixture, monkeypatch):
 
 
 def test_a_wrong_state_of_a_step_is_found(run, monkeypatch):
-    from benchmarks import step
-
     exact = step.reference
     monkeypatch.setattr(step, "reference", lambda *x, **y: (exact(*x, **y)[0], exact(*x, **y)[1] + 0.1))
     monkeypatch.setitem(step.MIXTURES, "some", step.Mixture(1, prefills=(9,)))
@@ -212,8 +203,6 @@ def test_a_wrong_state_of_a_step_is_found(run, monkeypatch):
 
 
 def test_bytes_of_a_step():
-    from benchmarks.step import Mixture, moved_bytes
-
     case, state = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16), 2 * 8 * 16
     token = 2 * (2 * 8 + 2 * 2 * 16) + 4 * 2 * 2
     decodes, prefills = moved_bytes(case, Mixture(3, W=2, prefills=(5, 6), pool="float16"))

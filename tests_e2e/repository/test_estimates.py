@@ -9,15 +9,25 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import calibrate, stale, step, tpu, tpu_peers
+from benchmarks.cases import CASES
+from benchmarks.figures import evidence, serving, tables
+from benchmarks.regions import Loop, Region, kernel_bundles, read_loop
+from benchmarks.scale import MIB, _sent, map_bytes, ring_attention_bytes, scan_bytes
+from benchmarks.step import Mixture, branch_cycles, estimate, prefill_runs
+from benchmarks.tpu import _static, counts, launch_bytes, operations
+from benchmarks.turns import turns, turns_of
+from chunkwise.command import times
 from chunkwise.command.models import Layer
+from chunkwise.shared import tuning
+from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
+from tests.compiled import traffic
 
 THOROUGH = dict(test_tpu_estimate_of_a_step=True)
 
 
 def test_cycles_of_operations():
-    from benchmarks.tpu import operations
-
     cycles = lambda n: f'backend_config={{"estimated_cycles":"{n}"}}'
     inside = f"%fused (x: f32[]) -> f32[] {{\n  ROOT %m = f32[] multiply(%x, %x), {cycles(5)}\n}}\n"
     main = f"%a = f32[] fusion(%x), {cycles(100)}\n  ROOT %b = f32[] add(%a, %a), {cycles(20)}"
@@ -33,8 +43,6 @@ def test_cycles_of_operations():
 
 
 def test_static_figures(tmp_path):
-    from benchmarks.tpu import _static
-
     name = "0-kernel-1-final_hlo-static-per-bundle-utilization.txt"
     head = "\nMXU, VALU, VSTORE:SPILL\n 2 4 1\n== UTILIZATION:\n"
     (tmp_path / name).write_text(head + "2 0 0\n0 4 1\n1 1 1\n1 0 0\n")
@@ -53,8 +61,6 @@ def test_static_figures(tmp_path):
     ids=["one loop", "a branch without depth", "a loop in it", "a loop of 5 turns in it"],
 )
 def test_bundles_of_the_loop_over_the_grid(inner, test, expected, tmp_path):
-    from benchmarks.tpu import counts
-
     lines = ["0   :  { %a }", "0x1 LB: > { %b }", f"0x2   : >{inner} {{ %c }}", *filter(None, [test])]
     lines += ["0x4   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x5   :  { %d }"]
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
@@ -65,8 +71,6 @@ def test_bundles_of_the_loop_over_the_grid(inner, test, expected, tmp_path):
 
 def test_bytes_of_launches():
     """Operands and results count by their types; an array in the fast memory, and what no launch reads, do not."""
-    from benchmarks.tpu import launch_bytes
-
     kernel = 'custom_call_target="tpu_custom_call"'
     lines = [
         "ENTRY %main {",
@@ -82,9 +86,6 @@ def test_bytes_of_launches():
 
 def test_regions_that_a_layer_runs():
     """The second path of a gate for every channel is not taken; a branch around a loop runs as often as the grid."""
-    from benchmarks.regions import Loop, Region
-    from benchmarks.turns import turns_of
-
     regions = lambda *bundles: Loop(10, 0, 5, [Region(0, 9, n) for n in bundles])
     kda, delta, gla = (
         turns_of(Layer(name, H=4, HV=4, T=256)) for name in ("kda", "gated_delta_rule", "simple_gla")
@@ -143,8 +144,6 @@ KERNEL_CODE = """\
 
 
 def test_loop_of_a_kernel():
-    from benchmarks.regions import kernel_bundles, read_loop
-
     loop = read_loop(KERNEL_CODE)
     # The first bundle, the branch with its delay, and three bundles at the end; a region starts after the delay.
     assert (loop.turns, loop.always) == (7, 1 + 5 + 3)
@@ -162,8 +161,6 @@ def test_loop_of_a_kernel():
 
 def test_body_of_a_loop_that_has_fewer_regions_than_a_copy():
     """A branch with two in it stands before the body, as those that copy blocks do, which may have none."""
-    from benchmarks.regions import read_loop
-
     branch = lambda n: [f"   0x1   : > {{ sbr.rel (!%p1) target = $region{n} }}", *["   0x1   : > { %a }"] * 4]
     end = lambda n: [f"   0x1   : > {{ %b }} /* Start/End empty region {n} */"]
     copy = [*branch(1), *branch(2), *end(2), *branch(3), *end(3), *end(1)]
@@ -176,8 +173,6 @@ def test_body_of_a_loop_that_has_fewer_regions_than_a_copy():
 
 def test_turns_that_run_the_regions_of_packed_batches():
     """Sequences of 70 and 140 tokens: pieces of 64, 6, 58, 64 and 18 rows, and one that is empty."""
-    from benchmarks.turns import turns
-
     layer = lambda name, n: Layer(name, H=16, HV=32, T=210, sequences=n, ragged=True)
     delta, kda, gla = (functools.partial(layer, name) for name in ("gated_delta_rule", "kda", "simple_gla"))
     # One turn more than pieces. Only the first turn has whole chunks alone, and only the last one has the piece that is
@@ -198,9 +193,6 @@ def test_turns_that_run_the_regions_of_packed_batches():
 
 def test_steps_that_run_the_regions_of_the_kernels():
     """Beside two decodes of 3 tokens: prefills of 70 and 64 tokens, which are 4 pieces of 3 chunks."""
-    from benchmarks.cases import CASES
-    from benchmarks.step import Mixture, prefill_runs
-
     mixture = Mixture(2, W=3, prefills=(70, 64))
     # Rows 6 to 63, 64 to 75, 76 to 127 and 128 to 139, and one more turn. The first two turns open the first chunk, and
     # begin the first sequence. No chunk is wholly of one piece, and decodes have no turns.
@@ -242,8 +234,6 @@ ENTRY %main (a: f32[]) -> f32[] {
 )
 def test_cycles_of_the_branches_that_run(wanted, expected):
     """The third fusion is not profiled, because it is the same code as the first."""
-    from benchmarks.step import branch_cycles
-
     cycles = {"fusion.1": 1, "broadcast.1": 2, "copy.1": 4, "fused_x.2": 8, "fusion.2": 16, "recurrent_x.1": 32}
     assert branch_cycles(PROGRAM, cycles, wanted) == expected
 
@@ -273,14 +263,10 @@ GATHERED = "f32[4,32]{1,0:T(8,128)S(1)}"
     ],
 )
 def test_bytes_of_collectives(line, expected):
-    from tests.compiled import traffic
-
     assert traffic(f"ENTRY %main () -> f32[] {{\n  {line}\n}}", 4) == ([expected] if expected else [])
 
 
 def test_what_a_device_sends():
-    from benchmarks.scale import MIB, _sent
-
     lines = [f"%a.{n} = {GATHERED} all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}" for n in (1, 2)]
     lines += ["%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}"]
     text = "\n  ".join(["ENTRY %main () -> f32[] {", *lines])
@@ -288,8 +274,6 @@ def test_what_a_device_sends():
 
 
 def test_bytes_of_scans_and_of_ring_attention():
-    from benchmarks.scale import map_bytes, ring_attention_bytes, scan_bytes
-
     case = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16)
     assert map_bytes(case) == (4 * 2 * 8 * 8, 4 * 2 * 8 * 16)
     assert map_bytes(Layer("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
@@ -310,8 +294,6 @@ def test_bytes_of_scans_and_of_ring_attention():
 )
 def test_tpu_estimate_of_a_step(operator):
     """Both kernels of one program, whose regions are as many as those counted."""
-    from benchmarks.step import Mixture, estimate
-
     row = estimate(Layer(operator, H=2, HV=4), Mixture(9, prefills=(70,)), "v6e", timeout=300)
     assert not row.get("failed")
     assert row["decode_bundles"] > 0
@@ -321,8 +303,6 @@ def test_tpu_estimate_of_a_step(operator):
 
 def test_the_first_program_that_ends_well_gives_the_result(monkeypatch):
     """Others take too long or raise; if none ends well, the row says why the last one did not."""
-    from benchmarks import tpu
-
     late, aborted = subprocess.TimeoutExpired("python", 5), (1, "", "Traceback\nValueError: no memory\n")
     well, killed = (0, "text\n[1, 2]\n", ""), (-9, "", "")
 
@@ -339,9 +319,6 @@ def test_the_first_program_that_ends_well_gives_the_result(monkeypatch):
 
 
 def test_peers_on_tpus():
-    from benchmarks import tpu, tpu_peers
-    from benchmarks.cases import CASES
-
     both = "tokamax", "deltanet-tpu"
     assert [tpu.can_run(CASES["kimi-linear-48b"], x, backward=True) for x in both] == [False, True]
     for case in (CASES["gla"], CASES["qwen3-next-80b-ragged"], Layer("kda", H=1, HV=1, K=64)):
@@ -354,8 +331,6 @@ def test_peers_on_tpus():
 
 
 def test_a_fit_finds_the_numbers_that_made_the_times():
-    from benchmarks import calibrate
-
     call, factor, step = 0.2, 1.5, 0.4
     rows = [
         dict(bundles=900 * (n + 1), grid_steps=7 * n * n + 1, around_cycles=100 * (n + 1), chip="v6e", blocking=n > 3)
@@ -370,11 +345,6 @@ def test_a_fit_finds_the_numbers_that_made_the_times():
 
 def test_the_formula_is_the_fit():
     """The numbers of the package are the fit to docs/data, rounded, and so are its errors; times are made of them."""
-    from benchmarks import calibrate, step
-    from benchmarks.figures import evidence, serving, tables
-    from chunkwise.command import times
-    from chunkwise.shared.chips import CHIPS
-
     inside, _ = evidence.points()
     found = calibrate.fit(inside)
     rounded = (times.CALL_MS, times.FACTOR, times.STEP_US)
@@ -399,8 +369,6 @@ def test_the_formula_is_the_fit():
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
 def test_tpu_estimate():
     """A process of its own for the compiler; one head of a kernel that it profiles."""
-    from benchmarks import tpu
-
     row = tpu.measure(Layer("gla", H=1, HV=1), "fused", "v6e", 1024, backward=False, profile=True, timeout=300)
     assert not row.get("failed")
     assert row["kernel_cycles"] > 0
@@ -436,9 +404,6 @@ def test_rows_of_other_programs(benchmarks, tmp_path, monkeypatch):
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
 def test_a_row_of_another_program_is_found(tmp_path):
     """A row keeps its digest while its kernel does the same, and loses it with another order of products."""
-    from benchmarks import stale, tpu
-    from chunkwise.shared import tuning
-
     row = {"case": "kimi-linear-48b", "T": 128, "pass": "forward", "implementation": "fused", "chip": "v6e"}
     row["traced"] = tpu.digest(stale.trace("tpu", row))
     file, unknown = tmp_path / "tpu.json", {name: x for name, x in row.items() if name != "traced"}
