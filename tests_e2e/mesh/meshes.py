@@ -38,11 +38,8 @@ def spec_of(name: str, ndim: int, spec: PartitionSpec, packed: bool = False, key
 
 def place(arrays: dict, mesh, spec: PartitionSpec, key_heads=None) -> dict:
     """Return arguments or results that lie on the mesh as v does."""
-    packed = "cu_seqlens" in arrays
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, spec_of(name, x.ndim, spec, packed, key_heads)))
-        for name, x in arrays.items()
-    }
+    of = functools.partial(spec_of, spec=spec, packed="cu_seqlens" in arrays, key_heads=key_heads)
+    return {name: jax.device_put(x, NamedSharding(mesh, of(name, x.ndim))) for name, x in arrays.items()}
 
 
 def inputs_of(name: str, B=2, T=48, H=2, HV=4, K=8, V=8, states: int | None = None, **options) -> dict:
@@ -61,10 +58,10 @@ def inputs_of(name: str, B=2, T=48, H=2, HV=4, K=8, V=8, states: int | None = No
 def run_of(name: str, implementation: str, states: bool = True, **options):
     """Return a function of inputs, and of arrays that have no gradient, to o and final_state, by name."""
 
+    options |= dict(output_final_state=states, implementation=implementation)
+
     def run(x, fixed):
-        o, final_state = OPERATORS[name].function(
-            **x, **fixed, output_final_state=states, implementation=implementation, **options
-        )
+        o, final_state = OPERATORS[name].function(**x, **fixed, **options)
         return dict(o=o, final_state=final_state) if states else dict(o=o)
 
     return run

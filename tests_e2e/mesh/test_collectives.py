@@ -30,19 +30,14 @@ THOROUGH = dict(
 )
 
 
-def program(name: str, implementation: str, mesh, spec, x: dict, backward: bool, key_heads=None, replicated=()) -> str:
+def program(name: str, implementation: str, mesh, spec, x: dict, backward: bool, key_heads=None) -> str:
     """Return the compiled text of an operator, or of its gradient alone, that is divided over a mesh."""
     divided = run_of(name, implementation, sharding=NamedSharding(mesh, spec))
     cotangents = cotangents_of(run_of(name, implementation), x, {})
 
     def described(arrays):
-        return {
-            n: jax.ShapeDtypeStruct(
-                y.shape, y.dtype,
-                sharding=NamedSharding(mesh, P() if n in replicated else spec_of(n, y.ndim, spec, key_heads=key_heads)),
-            )
-            for n, y in arrays.items()
-        }  # fmt: skip
+        place = lambda n, y: NamedSharding(mesh, spec_of(n, y.ndim, spec, key_heads=key_heads))
+        return {n: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place(n, y)) for n, y in arrays.items()}
 
     def gradients(x, cotangents):
         return jax.vjp(lambda x: divided(x, {}), x)[1](cotangents)[0]
@@ -99,6 +94,11 @@ def tpu_mesh(topology: str) -> Mesh:
     return Mesh(np.array(devices[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
+def tpu_sizes(name: str, H: int = 2, B: int = 1, **sizes) -> dict:
+    x = inputs_of(name, B=B, H=H, HV=4, K=128, V=128, **sizes)
+    return {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
+
+
 TOPOLOGIES = pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
 
 
@@ -107,18 +107,12 @@ TOPOLOGIES = pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize(("name", "implementation"), ALL)
 @TOPOLOGIES
 def test_nothing_crosses_tpus(topology, name, implementation):
-    x = inputs_of(name, B=2, T=2 if name.startswith("recurrent") else 64, H=2, HV=4, K=128, V=128)
-    x = {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
+    x = tpu_sizes(name, B=2, T=2 if name.startswith("recurrent") else 64)
     for backward in (False, True):
         text = program(name, implementation, tpu_mesh(topology), SPEC, x, backward, key_heads="b")
         assert collectives(text) == []
         kernels = text.count("tpu_custom_call")
         assert kernels == 0 if implementation == "xla" or (backward and name.startswith("recurrent")) else kernels > 0
-
-
-def tpu_sizes(name: str, H: int = 2, **sizes) -> dict:
-    x = inputs_of(name, B=1, H=H, HV=4, K=128, V=128, **sizes)
-    return {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
 
 
 HEADS, CHANNELS = P(None, None, ("a", "b")), P(None, None, None, ("a", "b"))
@@ -140,11 +134,9 @@ def test_sums_over_tpus(topology, spec, H, kinds):
     """Value heads that share a key head, and value channels: the gradients of what they share are summed."""
     name = "chunk_gated_delta_rule"
     x = tpu_sizes(name, H, T=64)
-    forward, backward = (
-        collectives(program(name, "fused", tpu_mesh(topology), spec, x, back)) for back in (False, True)
-    )
-    assert forward == []
-    assert set(backward) == kinds
+    crossing = lambda backward: collectives(program(name, "fused", tpu_mesh(topology), spec, x, backward))
+    assert crossing(False) == []
+    assert set(crossing(True)) == kinds
 
 
 @needs_libtpu

@@ -1,14 +1,11 @@
 """Tokens split over devices: the result is that of one device, in float64-checked values and all gradients."""
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from chunkwise.pipeline import chunk_gla
@@ -55,27 +52,19 @@ THOROUGH = dict(
     ),
     # Documents have states and none, and devices exchange them in the same way for every operator.
     test_final_states_without_initial_ones=True,
-    test_erase_keys_in_kernels=True,
     test_segments_in_kernels=True,
     test_constant_gates_in_kernels=lambda remat: not remat,
     test_documents_cross_devices=lambda name, states: not states or name not in ("chunk_kda", "chunk_gla"),
     test_segments_cross_devices=lambda name: name != "chunk_gated_delta_rule",
     test_inside_a_shard_map=lambda axis, check_vma: axis == "b" or not check_vma,
     test_nan_stays_in_its_document=lambda states: states,
-    # Documents and segments that cross devices have quick ones.
-    test_random_documents=True,
 )
-# Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, a start at the first
-# token of a device, and padding.
-BOUNDARIES = jnp.array([0, 1, 1, 18, 20, 42, 42, 45], jnp.int32)
+# Documents of 48 tokens on 8 devices of 6: empty ones, some inside of a device, some over many, which end inside of one
+# and at the end of one, a start at the first token of a device, and padding.
+BOUNDARIES = jnp.array([0, 1, 1, 16, 20, 42, 42, 45], jnp.int32)
 # Of two rows: padding before, between and after segments, over a whole device, and at its borders; one id twice.
-SEGMENTS = np.array(
-    [
-        [*[5] * 7, *[2] * 11, *[-1] * 9, *[2] * 3, *[1] * 12, *[-2] * 6],
-        [*[-1] * 14, *[3] * 10, *[0] * 6, 3, *[4] * 17],
-    ],
-    np.int32,
-)
+ROWS = [*[5] * 7, *[2] * 11, *[-1] * 9, *[2] * 3, *[1] * 12, *[-2] * 6], [*[-1] * 14, *[3] * 10, *[0] * 6, 3, *[4] * 17]
+SEGMENTS = np.array(ROWS, np.int32)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -105,16 +94,10 @@ def test_with_other_axes(spec):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("implementation", ["fused", "staged"])
+@IN_KERNELS
 def test_kernels(name, implementation):
     x = inputs_of(name, B=1, H=1, HV=2)
     assert_divided(name, implementation, make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
-
-
-def test_erase_keys_in_kernels():
-    """The sample of Comba in every session."""
-    x = inputs_of("chunk_comba", B=1, T=16, H=1, HV=1)
-    assert_divided("chunk_comba", "fused", make_mesh((2,), "automatic"), P(None, "a"), "automatic", x)
 
 
 @IN_KERNELS
@@ -136,9 +119,8 @@ def test_segments_in_kernels(name, implementation):
     spoilt = {n: y if n == "initial_state" else jnp.where(padding[n], jnp.nan, y) for n, y in x.items()}
     mesh, spec = make_mesh((2,), "explicit"), P(None, "a")
     cotangents = cotangents_of(run_of(name, implementation), x, fixed)
-    got = on_mesh(name, implementation, mesh, spec, "explicit")(
-        *(place(y, mesh, spec) for y in (spoilt, fixed)), place(cotangents, mesh, spec)
-    )
+    placed = (place(y, mesh, spec) for y in (spoilt, fixed, cotangents))
+    got = on_mesh(name, implementation, mesh, spec, "explicit")(*placed)
     assert_expected(got, expected(x, fixed, cotangents))
 
 
@@ -204,9 +186,8 @@ def test_inside_a_shard_map(axis, check_vma):
     cotangents = cotangents_of(run_of(name, "xla"), x, {})
     specs = {n: spec_of(n, y.ndim, spec) for n, y in (x | cotangents).items()}
     of = lambda arrays: {n: specs[n] for n in arrays}
-    split = jax.shard_map(
-        lambda x: run(x, {}), mesh=mesh, in_specs=(of(x),), out_specs=of(cotangents), check_vma=check_vma
-    )
+    split = lambda x: run(x, {})
+    split = jax.shard_map(split, mesh=mesh, in_specs=(of(x),), out_specs=of(cotangents), check_vma=check_vma)
     put = lambda arrays: {n: jax.device_put(y, NamedSharding(mesh, specs[n])) for n, y in arrays.items()}
     got = jax.jit(with_gradients(lambda x, _: split(x)))(put(x), {}, put(cotangents))
     assert_expected(got, expected(x, {}, cotangents))
@@ -217,7 +198,7 @@ def test_nan_stays_in_its_document(states):
     """It crosses devices with its document, and no further."""
     name, mesh = "chunk_gated_delta_rule", make_mesh((8,), "automatic")
     x, fixed = inputs_of(name, B=1, states=7 if states else 0), {"cu_seqlens": BOUNDARIES}
-    spoilt = slice(1, 18)  # the third document, over three devices
+    spoilt = slice(1, 16)  # the third document, over three devices
     run = jax.jit(with_gradients(run_of(name, "xla", states, sharding=NamedSharding(mesh, P(None, "a")))))
     cotangents = cotangents_of(run_of(name, "xla", states), x, fixed)
     want = run(x, fixed, cotangents)
@@ -253,28 +234,6 @@ def test_boundaries_inside_a_shard_map_are_those_of_all_tokens():
     assert_close("o", split(BOUNDARIES), chunk_gla(**x, cu_seqlens=BOUNDARIES)[0], 1e-6)
     with pytest.raises(ValueError, match="`cu_seqlens` must rise from 0 to at most T = 48; got"):
         split(BOUNDARIES + BOUNDARIES)
-
-
-LENGTHS = st.lists(st.integers(0, 30), min_size=6, max_size=6)
-
-
-@functools.cache
-def over_eight(name: str):
-    mesh = make_mesh((8,), "automatic")
-    return jax.jit(with_gradients(run_of(name, "xla", sharding=NamedSharding(mesh, P(None, "a")))))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None)
-@given(lengths=LENGTHS)
-def test_random_documents(name, lengths):
-    """One program for all of them: boundaries are traced."""
-    boundaries = np.minimum(np.cumsum([0, *lengths]), 48)
-    x, fixed = inputs_of(name, B=1, states=6), {"cu_seqlens": jnp.asarray(boundaries, jnp.int32)}
-    run = run_of(name, "xla")
-    cotangents = cotangents_of(run, x, fixed)
-    got = over_eight(name)(x, fixed, cotangents)
-    assert_expected(got, expected(x, fixed, cotangents), f"{lengths}")
 
 
 @pytest.mark.parametrize("start", ["zeros", "given", "stopped"])

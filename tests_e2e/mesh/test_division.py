@@ -13,12 +13,8 @@ from tests.laws import raw_inputs
 from tests_e2e.mesh.meshes import P, assert_divided, inputs_of, make_mesh
 
 # A kernel of each kind, and plain JAX where its gates differ.
-QUICK = [
-    ("chunk_gated_delta_rule", "fused"),
-    ("recurrent_gated_delta_rule", "fused"),
-    ("chunk_gla", "xla"),
-    ("recurrent_kda", "xla"),
-]
+QUICK = [(f"{form}_gated_delta_rule", "fused") for form in ("chunk", "recurrent")]
+QUICK += [("chunk_gla", "xla"), ("recurrent_kda", "xla")]
 THOROUGH = dict(
     test_divisions=lambda division, mode: mode == "automatic" or division in ("rows", "heads"),
     test_operators=lambda name, implementation: (name, implementation) not in QUICK,
@@ -105,9 +101,8 @@ def test_pool_over_rows_and_heads(implementation):
     mesh = make_mesh((2, 2), "automatic")
     x = inputs_of("recurrent_gated_delta_rule", B=4, T=1, states=8)
     slots = jnp.array([3, -1, 7, 4], jnp.int32)
-    run = lambda x, **o: recurrent_gated_delta_rule(
-        **x, output_final_state=True, state_indices=slots, implementation=implementation, **o
-    )
+    options = dict(output_final_state=True, state_indices=slots, implementation=implementation)
+    run = lambda x, **o: recurrent_gated_delta_rule(**x, **options, **o)
     want, got = run(x), jax.jit(lambda x: run(x, sharding=NamedSharding(mesh, P("a", None, "b"))))(x)
     for name, y, ref in zip(("o", "pool"), got, want, strict=True):
         assert_close(name, y, ref, 1e-6)
@@ -118,9 +113,8 @@ def test_slot_of_another_device_gives_nan():
     mesh = make_mesh((2,), "automatic")
     x = inputs_of("recurrent_gated_delta_rule", B=2, T=1, states=4)
     slots = jnp.array([3, 2], jnp.int32)
-    o, pool = recurrent_gated_delta_rule(
-        **x, output_final_state=True, state_indices=slots, sharding=NamedSharding(mesh, P("a"))
-    )
+    options = dict(output_final_state=True, state_indices=slots, sharding=NamedSharding(mesh, P("a")))
+    o, pool = recurrent_gated_delta_rule(**x, **options)
     assert np.isnan(o[0]).all()
     assert np.isfinite(o[1]).all()
     np.testing.assert_array_equal(pool[jnp.array([0, 1, 3])], x["initial_state"][jnp.array([0, 1, 3])])
@@ -131,14 +125,10 @@ def test_slot_past_the_whole_pool_is_none(implementation):
     """As on one device: no device has it, and the output of its sequence is that of a start from zeros."""
     mesh = make_mesh((2,), "automatic")
     x = inputs_of("recurrent_gated_delta_rule", B=4, T=1, states=8)
-
-    def run(x, slots, sharding=None):
-        return recurrent_gated_delta_rule(
-            **x, output_final_state=True, state_indices=slots, implementation=implementation, sharding=sharding
-        )
-
+    options = dict(output_final_state=True, implementation=implementation)
+    run = lambda x, slots, **o: recurrent_gated_delta_rule(**x, state_indices=slots, **options, **o)
     want = run(x, jnp.array([3, -1, -1, 4], jnp.int32))
-    sharded = jax.jit(lambda x, slots: run(x, slots, NamedSharding(mesh, P("a"))))
+    sharded = jax.jit(lambda x, slots: run(x, slots, sharding=NamedSharding(mesh, P("a"))))
     for name, y, ref in zip(("o", "pool"), sharded(x, jnp.array([3, 8, 2**31 - 1, 4], jnp.int32)), want, strict=True):
         assert_close(name, y, ref, 1e-6)
 

@@ -43,8 +43,7 @@ def test_maxtext_context_parallel():
 
     specs = (P(None, ("a", "b")),) * 5 + (P(),)
     mesh = make_mesh((2, 2), "automatic")
-    split = jax.shard_map(
-        lambda *x: run(*x, cp_axis=("a", "b")), mesh=mesh, in_specs=specs, out_specs=(specs[0], P()), check_vma=False
-    )
+    split = lambda *x: run(*x, cp_axis=("a", "b"))
+    split = jax.shard_map(split, mesh=mesh, in_specs=specs, out_specs=(specs[0], P()), check_vma=False)
     for got, want in zip(jax.jit(split)(*arguments), jax.jit(run)(*arguments), strict=True):
         assert_close("result", got, np.asarray(want, np.float64), 1e-5)

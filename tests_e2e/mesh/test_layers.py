@@ -27,9 +27,7 @@ CONFIGS = {
     "gated_delta_product": layers.GatedDeltaProductConfig(**SIZES | dict(H=2)),
     "rwkv7_attention": layers.Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4),
 }
-LAYERS = {
-    name: ANY["mamba2_mixer" if "mamba2" in name else name]._replace(config=config) for name, config in CONFIGS.items()
-}
+LAYERS = {name: ANY["mamba2_mixer" if "mamba2" in name else name]._replace(config=x) for name, x in CONFIGS.items()}
 # Over devices of heads the last product of a layer is a sum, and so is the mean of a norm over all heads.
 SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, mamba2_mixer_shared=2, lightning_attention=2)
 T = 24
@@ -43,9 +41,7 @@ def sent(name: str, mode: str) -> list[str]:
 
 # Rows with segments, and a row of documents, one of which is empty. Both end in padding.
 PACKINGS = {
-    "segments": dict(
-        segment_ids=jnp.asarray([[*[0] * 9, *[1] * 10, *[2] * 5], [*[3] * 17, *[-1] * 7]], jnp.int32),
-    ),
+    "segments": dict(segment_ids=jnp.asarray([[*[0] * 9, *[1] * 10, *[2] * 5], [*[3] * 17, *[-1] * 7]], jnp.int32)),
     "documents": dict(cu_seqlens=jnp.asarray([0, 9, 9, 20, 22], jnp.int32)),
 }
 

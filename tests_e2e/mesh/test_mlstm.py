@@ -32,9 +32,8 @@ def make(B, states):
     x = dict(q=draw(B, T, H, K, key=0), k=draw(B, T, H, K, key=1), v=draw(B, T, HV, V, key=2))
     x |= dict(i=3 * draw(B, T, HV, key=3), f=2 + draw(B, T, HV, key=4))
     if states:
-        x["initial_state"] = MlstmState(
-            draw(states, HV, K, V, key=5), draw(states, HV, K, key=6), draw(states, HV, key=7)
-        )
+        N = states
+        x["initial_state"] = MlstmState(draw(N, HV, K, V, key=5), draw(N, HV, K, key=6), draw(N, HV, key=7))
     return x
 
 

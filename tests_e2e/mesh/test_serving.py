@@ -20,8 +20,8 @@ SLOTS = 7
 
 # Kinds of axes, with a kernel or in plain JAX.
 THOROUGH = dict(
-    test_step_over_heads_and_channels=lambda mode, implementation, operator: (
-        mode != "explicit" or implementation != "fused" or operator is not pipeline.ragged_gated_delta_rule
+    test_step_over_heads_and_channels=lambda mode, implementation, name: (
+        (mode, implementation, name) != ("explicit", "fused", "gated_delta_rule")
     ),
     test_convolution_of_a_step=lambda mode, implementation: (mode == "explicit") != (implementation == "pallas"),
     test_decode_of_the_convolution=lambda implementation: implementation == "pallas",
@@ -30,21 +30,12 @@ THOROUGH = dict(
 both_modes = pytest.mark.parametrize("mode", ["explicit", "automatic"])
 
 
-@pytest.mark.parametrize(
-    "operator",
-    [
-        pipeline.ragged_gated_delta_rule,
-        pipeline.ragged_kda,
-        pipeline.ragged_gdn2,
-        pipeline.ragged_comba,
-        pipeline.ragged_simple_gla,
-    ],
-)
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda", "gdn2", "comba", "simple_gla"])
 @pytest.mark.parametrize("implementation", ["fused", "xla"])
 @both_modes
-def test_step_over_heads_and_channels(mode, implementation, operator):
+def test_step_over_heads_and_channels(mode, implementation, name):
     """Every device has its heads of the pool, and no device asks another for anything."""
-    x = inputs_of(operator.__name__.replace("ragged", "chunk"), B=1, T=40, states=SLOTS)
+    x = inputs_of(f"chunk_{name}", B=1, T=40, states=SLOTS)
     pool = x.pop("initial_state")
     boundaries, slots = jnp.array([0, 1, 3, 3, 30], jnp.int32), jnp.array([[2, 5], [0, 1], [4, -1], [6, -1]], jnp.int32)
     mesh, spec = make_mesh((2, 2), mode), P(None, None, "a", "b")
@@ -53,7 +44,7 @@ def test_step_over_heads_and_channels(mode, implementation, operator):
     sharding = NamedSharding(mesh, spec) if mode == "automatic" else None
 
     def step(x, pool, boundaries, slots, decodes, sharding=None):
-        return operator(
+        return getattr(pipeline, f"ragged_{name}")(
             **x, states=pool, cu_seqlens=boundaries, state_indices=slots, num_decodes=decodes,
             implementation=implementation, sharding=sharding,
         )  # fmt: skip
@@ -106,11 +97,8 @@ def test_convolution_of_a_step(mode, implementation):
         block_state_indices=jnp.array([[-1], [-1], [-1], [7]], jnp.int32),
     )  # fmt: skip
 
-    def run(given, sharding=None):
-        return causal_conv1d_update(
-            **given, activation="silu", block_size=16, implementation=implementation, sharding=sharding
-        )
-
+    options = dict(activation="silu", block_size=16, implementation=implementation)
+    run = lambda given, sharding=None: causal_conv1d_update(**given, **options, sharding=sharding)
     sharding = NamedSharding(mesh, split) if mode == "automatic" else None
     _, pool = assert_equal_on_mesh(run, mesh, convolution(1, 40, 9) | step, CONVOLUTION, sharding)
     assert pool.sharding.spec[2] == ("a", "b")
@@ -232,9 +220,8 @@ def test_a_layer_compiles_for_tpus():
     pool = jax.eval_shape(lambda: layers.empty_cache(config, 16, jnp.bfloat16))
 
     def run(x, weights, pool, step):
-        return layers.ragged_gated_delta_net(
-            x, weights, config, pool, step, implementation="fused", sharding=NamedSharding(mesh, on.values)
-        )
+        sharding = NamedSharding(mesh, on.values)
+        return layers.ragged_gated_delta_net(x, weights, config, pool, step, implementation="fused", sharding=sharding)
 
     tensors = (spec(1, 256, config.D, dtype=jnp.bfloat16), weights, pool)
     tensors = placed_shapes(mesh, tensors, (on.x, on.weights, on.cache))

@@ -16,10 +16,7 @@ from tests_e2e.mesh.meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]
 QUICK = {2: ("chunk_simple_gla", "chunk_kda"), 4: ("chunk_gated_delta_rule",)}
-THOROUGH = dict(
-    test_products=lambda name, devices: name not in QUICK[devices],
-    test_launches_of_the_chain=True,
-)
+THOROUGH = dict(test_products=lambda name, devices: name not in QUICK[devices], test_launches_of_the_chain=True)
 T, HV, K, V, C = 64, 2, 16, 24, 32
 
 
@@ -63,11 +60,8 @@ def test_launches_of_the_chain(name):
     run = run_of(name, "staged", sharding=P(None, "tokens"), states=False)
     cotangents = {"o": jax.ShapeDtypeStruct(x["v"].shape, jnp.float32)}
 
-    def gradients(x, _):
-        return with_gradients(run)(x[0], {}, x[1])
-
     forward = launches(lambda x, _: run(x, {}), x)
-    both = launches(gradients, (x, cotangents))
+    both = launches(lambda x, _: with_gradients(run)(x[0], {}, x[1]), (x, cotangents))
     delta = OPERATORS[name].delta
     h = "chunk_gated_delta_rule_fwd_h" if delta else "chunk_fwd_h"
     stages = ["chunk_local_cumsum", "chunk_fwd_o", h]

@@ -48,10 +48,9 @@ def stacked(tree):
     return jax.tree.map(lambda y: jnp.stack([y, 0.5 * y]), tree)
 
 
-@pytest.mark.parametrize("spec", [pytest.param(DIVISIONS["tokens"], id="tokens")])
-def test_vmap_and_gradient(spec):
+def test_vmap_and_gradient():
     x, cotangents, _ = example()
-    run, _ = divided(spec)
+    run, _ = divided(DIVISIONS["tokens"])
     several = lambda run: jax.vmap(with_gradients(lambda x, _: run(x)), in_axes=(0, None, 0))
     one_device = lambda x: run_of(NAME, "xla")(x, {})
     arguments = stacked(x), {}, stacked(cotangents)
@@ -72,10 +71,9 @@ def test_vmap_over_a_split_axis():
     assert traffic(program.as_text(), mesh.size) == [("collective-permute", 4 * 2 * 4 * 8 * 8)]
 
 
-@pytest.mark.parametrize("spec", [pytest.param(DIVISIONS["tokens"], id="tokens")])
-def test_remat(spec):
+def test_remat():
     x, cotangents, want = example()
-    run, _ = divided(spec)
+    run, _ = divided(DIVISIONS["tokens"])
     got = jax.jit(with_gradients(lambda x, _: jax.checkpoint(run)(x)))(x, {}, cotangents)
     assert_same(got, want)
 

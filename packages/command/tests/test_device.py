@@ -28,9 +28,7 @@ planes { name: "/host:CPU" lines { name: "XLA Modules" events { duration_ps: 500
 def test_time_of_a_formula():
     chip = CHIPS["v6e"]
     cycles = lambda n: times.FACTOR * n / chip.clock_ghz / 1e6
-    assert times.device_ms(chip, [times.Launch(1000, 10)], 100) == pytest.approx(
-        cycles(1100) + 10 * times.STEP_US / 1e3
-    )
+    assert times.device_ms(chip, [times.Launch(1000, 10)], 100) == pytest.approx(cycles(1100) + times.STEP_US / 100)
     # A launch takes no less than its bytes, and a program no less than its own.
     bound = [times.Launch(1000, 10, floor_ms=7.0), times.Launch(2000, 0, floor_ms=cycles(1000))]
     assert times.device_ms(chip, bound, 100) == pytest.approx(7.0 + cycles(2100))

@@ -119,12 +119,8 @@ def test_tpu_inference_decodes_are_one_launch():
     x = dict(qkv=of(8, 1024), b=of(8, 4), a=of(8, 4), conv_state=of(9, 3, 1024), recurrent_state=of(9, 4, 128, 128))
     x |= dict(conv_weight=of(1024, 1, 4), conv_bias=None, a_log=of(4), dt_bias=of(4))
     step = jax.tree.map(lambda y: of(*y.shape, dtype=y.dtype), MIXED)
-    serve = lambda x, step, kind: tpu_inference.fused_conv1d_gdn(
-        **x, **step, **sizes, kernel_size=4, implementation=kind
-    )
-    names = {
-        kind: str(jax.make_jaxpr(lambda *args, kind=kind: serve(*args, kind))(x, step)) for kind in ("fused", "xla")
-    }
+    run = lambda x, step, kind: tpu_inference.fused_conv1d_gdn(**x, **step, **sizes, kernel_size=4, implementation=kind)
+    names = {kind: str(jax.make_jaxpr(lambda *y, kind=kind: run(*y, kind))(x, step)) for kind in ("fused", "xla")}
     assert "decode_layer_fwd" in names["fused"]
     assert "decode_layer_fwd" not in names["xla"]
 

@@ -141,9 +141,7 @@ def test_install_compares_arguments(monkeypatch, theirs, fits):
     if fits:
         levanter.install()()
     else:
-        assert_refused(
-            TypeError, rf"{SEAM}.chunk_gated_delta_rule takes \({re.escape(theirs)}\) in this version of the"
-        )
+        assert_refused(TypeError, rf"{SEAM}.chunk_gated_delta_rule takes \({re.escape(theirs)}\) in this version of")
 
 
 def test_install_compares_methods(monkeypatch):
@@ -165,9 +163,7 @@ def test_install_compares_methods(monkeypatch):
     place = replacing.Place(sys.modules[SEAM], "Host", Ours, imported=True)
     replacing.replace(place)()
     Wrong.__module__ = Wrong.step.__module__ = "chunkwise.wrong"
-    with pytest.raises(
-        TypeError, match=r"Host.step takes \(self, q, k\) in this version of the host; got \(self, k, q\)"
-    ):
+    with pytest.raises(TypeError, match=r"Host.step takes \(self, q, k\) in this version of the host; got \(self, k"):
         replacing.replace(place._replace(value=Wrong))
     with pytest.raises(TypeError, match=r"Host.step takes"):
         replacing.replace(replacing.Place(Host, "step", Wrong.step))

@@ -27,19 +27,19 @@ def maxtext_inputs(B=2, S=40, H=2, K=16, V=16):
     return q, k, v, -jnp.abs(normal(rng, B, S, H)), jax.nn.sigmoid(normal(rng, B, S, H)), normal(rng, B, H, K, V)
 
 
+FLOAT32 = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
 maxtext_reference = functools.partial(reference, use_qk_l2norm_in_kernel=True)
 
 
 def test_maxtext_operators():
     *arrays, state = maxtext_inputs()
-    options = dict(use_qk_norm_in_gdn=True, compute_dtype=jnp.float32)
     want, states = maxtext_reference(*arrays, initial_state=state)
-    o, after = maxtext.jax_chunk_gated_delta_rule(*arrays, initial_state=state, chunk_size=32, **options)
+    o, after = maxtext.jax_chunk_gated_delta_rule(*arrays, initial_state=state, chunk_size=32, **FLOAT32)
     assert_close("o", o, want, 1e-6)
     assert_close("state", after, states, 1e-6)
     assert maxtext.jax_chunk_gated_delta_rule(*arrays)[1] is None
     token = [x[:, :1] for x in arrays]
-    o, after = maxtext.jax_ar_gated_delta_rule(*token, state, **options)
+    o, after = maxtext.jax_ar_gated_delta_rule(*token, state, **FLOAT32)
     want, states = maxtext_reference(*token, initial_state=state)
     assert_close("o of a token", o, want, 1e-6)
     assert_close("state of a token", after, states, 1e-6)
@@ -59,9 +59,7 @@ def test_maxtext_documents_do_not_see_one_another():
     """MaxText counts segments from 1, and 0 is padding."""
     *arrays, _ = maxtext_inputs(B=1)
     ids = jnp.asarray([[1] * 15 + [2] * 20 + [0] * 5])
-    o, _ = maxtext.jax_chunk_gated_delta_rule(
-        *arrays, use_qk_norm_in_gdn=True, compute_dtype=jnp.float32, segment_ids=ids
-    )
+    o, _ = maxtext.jax_chunk_gated_delta_rule(*arrays, **FLOAT32, segment_ids=ids)
     want, _ = maxtext_reference(*arrays, segment_ids=ids - 1)
     assert_close("o", o[:, :35], want[:, :35], 1e-6)
     assert not np.any(o[:, 35:])

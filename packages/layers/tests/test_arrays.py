@@ -213,9 +213,7 @@ def test_kimi_k3():
     same(layers.load_kimi_delta_attention(named | {"A_log": named["A_log"].reshape(1, 1, 2, 1)}, KIMI), weights)
     with pytest.raises(ValueError, match=r"`named` must have 'A_log' with zeros after 2 entries; got others"):
         layers.load_kimi_delta_attention(named | {"A_log": np.ones(8, np.float32)}, KIMI)
-    with pytest.raises(
-        ValueError, match=r"`named` must have 'A_log' of shape \(2,\), as `config` asks for; got \(1,\)"
-    ):
+    with pytest.raises(ValueError, match=r"`named` must have 'A_log' of shape \(2,\), as `config` asks for; got \(1,"):
         layers.load_kimi_delta_attention(named | {"A_log": np.ones(1, np.float32)}, KIMI)
     fused = {name: x for name, x in named.items() if name not in [f"{each}_proj.weight" for each in "qkv"]}
     fused["qkv_proj.weight"] = np.concatenate([named[f"{each}_proj.weight"] for each in "qkv"])

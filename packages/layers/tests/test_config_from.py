@@ -1,5 +1,6 @@
 """The config of a layer out of the settings of a model, as its file has them, and as `to_dict()` gives them."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -30,40 +31,28 @@ FALCON = dict(
     mamba_d_ssm=128, mamba_norm_before_gate=True, mamba_rms_norm=True, projectors_bias=True, ssm_in_multiplier=0.5,
     ssm_multipliers=[1, 2, 3, 4, 5],
 )  # fmt: skip
+delta = functools.partial(GatedDeltaNetConfig, 64, 2, 4, 16, 24, 3)
+lightning = functools.partial(LightningAttentionConfig, layer=2)
+mixer = functools.partial(Mamba2Config, 64, 2, 4, 16, 32)
 MODELS = {
-    "qwen3_next": (LINEAR, GatedDeltaNetConfig(64, 2, 4, 16, 24, W=3, eps=1e-3)),
-    "qwen3_5_text": (LINEAR, GatedDeltaNetConfig(64, 2, 4, 16, 24, W=3, eps=1e-3)),
-    "qwen3_5_moe_text": (LINEAR, GatedDeltaNetConfig(64, 2, 4, 16, 24, W=3, eps=1e-3)),
-    "lara_mini": (LINEAR, GatedDeltaNetConfig(64, 2, 4, 16, 24, W=3, eps=1e-3)),
-    "qwen4_exp_text": (
-        LINEAR | dict(output_gate_type="sigmoid"),
-        GatedDeltaNetConfig(64, 2, 4, 16, 24, W=3, eps=1e-3, activation="sigmoid"),
-    ),
-    "olmo_hybrid": (
-        LINEAR | dict(linear_allow_neg_eigval=True),
-        GatedDeltaNetConfig(64, 2, 4, 16, 24, W=3, eps=1e-5, allow_neg_eigval=True),
-    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lara_mini"), (LINEAR, delta(1e-3))),
+    "qwen4_exp_text": (LINEAR | dict(output_gate_type="sigmoid"), delta(1e-3, activation="sigmoid")),
+    "olmo_hybrid": (LINEAR | dict(linear_allow_neg_eigval=True), delta(1e-5, allow_neg_eigval=True)),
     "kimi_linear": (KIMI, KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16)),
     "bailing_hybrid": (
         KIMI | dict(short_conv_kernel_size=4, kda_safe_gate=True, kda_lower_bound=-5.0),
         KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, lower_bound=-5.0),
     ),
-    "glm5_next_text": (
-        KIMI | dict(linear_lower_bound=None), KimiDeltaAttentionConfig(64, 2, 2, 16, 16, eps=1e-3, R=16),
-    ),
+    "glm5_next_text": (KIMI | dict(linear_lower_bound=None), KimiDeltaAttentionConfig(64, 2, 2, 16, 16, 4, 1e-3, R=16)),
     "mamba2": (
         dict(
             num_heads=4, head_dim=32, state_size=16, n_groups=2, expand=2, conv_kernel=4, use_bias=True,
             use_conv_bias=False, time_step_limit=(0.1, 2.0), time_step_min=0.5, layer_norm_epsilon=1e-2,
         ),
-        Mamba2Config(
-            64, 2, 4, 16, 32, eps=1e-2, conv_bias=False, dt_limit=(0.1, 2.0), in_bias=True, out_bias=True
-        ),
+        mixer(eps=1e-2, conv_bias=False, dt_limit=(0.1, 2.0), in_bias=True, out_bias=True),
     ),
-    "bamba": (MIXER, Mamba2Config(64, 2, 4, 16, 32, eps=1e-3)),
-    "granitemoehybrid": (
-        MIXER | dict(mamba_proj_bias=True), Mamba2Config(64, 2, 4, 16, 32, eps=1e-3, in_bias=True, out_bias=True),
-    ),
+    "bamba": (MIXER, mixer(eps=1e-3)),
+    "granitemoehybrid": (MIXER | dict(mamba_proj_bias=True), mixer(eps=1e-3, in_bias=True, out_bias=True)),
     "nemotron_h": (
         dict(
             mamba_num_heads=4, mamba_head_dim=24, ssm_state_size=16, n_groups=2, conv_kernel=4, use_bias=False,
@@ -77,18 +66,13 @@ MODELS = {
             n_mamba_heads=4, mamba_headdim=32, mamba_d_state=16, mamba_ngroups=2, mamba_d_conv=4, mamba_expand=2,
             add_bias_linear=False, use_conv_bias=False, time_step_min=0.5, hidden_act="gelu",
         ),
-        Mamba2Config(64, 2, 4, 16, 32, eps=1e-5),
+        mixer(eps=1e-5),
     ),
     "falcon_h1": (
         MIXER | FALCON,
-        Mamba2Config(
-            64, 2, 4, 16, 32, eps=1e-3, norm="before", out_bias=True, in_multiplier=0.5,
-            multipliers=(1.0, 2.0, 3.0, 4.0, 5.0),
-        ),
+        mixer(eps=1e-3, norm="before", out_bias=True, in_multiplier=0.5, multipliers=(1.0, 2.0, 3.0, 4.0, 5.0)),
     ),
-    "minimax": (
-        dict(num_attention_heads=4, head_dim=None), LightningAttentionConfig(64, 4, 4, 16, 16, layer=2, layers=4),
-    ),
+    "minimax": (dict(num_attention_heads=4, head_dim=None), lightning(64, 4, 4, 16, 16, layers=4)),
     "xlstm": (
         dict(num_heads=4, qk_dim_factor=0.5, v_dim_factor=2.0, norm_eps=1e-3, eps=1e-4, gate_soft_cap=3.0),
         MlstmLayerConfig(64, 4, 4, 8, 32, eps=1e-3, gate_soft_cap=3.0, divisor_eps=1e-4),
@@ -141,10 +125,8 @@ def test_other_names_are_passed(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_null_is_the_default(name):
     """A setting that is null is as one that is missing, where null has no meaning of its own."""
-    meaning = (
-        "linear_lower_bound", "mamba_d_ssm", "mamba_norm_before_gate", "linear_num_key_heads", "linear_key_head_dim",
-        "head_dim",
-    )  # fmt: skip
+    meaning = ("linear_lower_bound", "mamba_d_ssm", "mamba_norm_before_gate", "head_dim")
+    meaning += ("linear_num_key_heads", "linear_key_head_dim")
     for setting in [each for each in {**MODEL, **MODELS[name][0]} if each not in meaning]:
         without = settings(name)
         without.pop(setting, None)
@@ -184,8 +166,8 @@ LAYERS = {
         1024, 1, 24, 128, 64, norm=None, in_multiplier=1.25,
         multipliers=(0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738),
     ),
-    "MiniMax-Text-01-hf": LightningAttentionConfig(6144, 64, 64, 128, 128, layer=2, layers=80),
-    "MiniMax-Text-01": LightningAttentionConfig(6144, 64, 64, 128, 128, layer=2, layers=80),
+    "MiniMax-Text-01-hf": lightning(6144, 64, 64, 128, 128, layers=80),
+    "MiniMax-Text-01": lightning(6144, 64, 64, 128, 128, layers=80),
     "xLSTM-7B": MlstmLayerConfig(4096, 8, 8, 256, 512),
 }  # fmt: skip
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
@@ -290,11 +272,7 @@ REFUSED = [
     ("falcon_h1", dict(mamba_d_ssm=64), r"must be one of \(128,\) .*; got 64"),
     ("qwen3_next", dict(model_type="llama"), r"must be one of \['bailing_hybrid', .*'zamba2'\]; got 'llama'"),
     ("falcon_h1", dict(mamba_rms_norm="false"), "must be true or false; got 'false'"),
-    (
-        "kimi_linear",
-        dict(linear_attn_config=dict(no_kda_lora="x")),
-        "`hf_config.linear_attn_config.no_kda_lora` must be",
-    ),
+    ("kimi_linear", dict(linear_attn_config=dict(no_kda_lora="x")), "`hf_config.linear_attn_config.no_kda_lora` must"),
     ("kimi_linear", dict(linear_attn_config=[1]), "must be a table of settings; got"),
     ("qwen3_next", dict(text_config="x"), "must be a table of settings; got 'x'"),
     ("qwen3_next", dict(rms_norm_eps=math.inf), "must be a finite number; got inf"),

@@ -29,10 +29,9 @@ LATER = Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS, R_first=32)
 
 
 def test_gated_delta_product():
-    made = GatedDeltaProductConfig(
+    assert config_from(PRODUCT, layer=3) == GatedDeltaProductConfig(
         64, 2, 2, 16, 24, W=3, eps=1e-3, num_householder=3, forget_gate=True, allow_neg_eigval=True
     )
-    assert config_from(PRODUCT, layer=3) == made
     least = dict(model_type="gated_deltaproduct")
     assert config_from(least) == GatedDeltaProductConfig(2048, 6, 6, 256, 512, num_householder=1, forget_gate=False)
 
@@ -53,11 +52,7 @@ def test_rwkv7():
 @pytest.mark.parametrize(
     ("settings", "layer", "message"),
     [
-        (
-            PRODUCT | dict(use_short_conv=False),
-            1,
-            r"`hf_config.use_short_conv` must be one of \(True,\) for this layer",
-        ),
+        (PRODUCT | dict(use_short_conv=False), 1, r"`hf_config.use_short_conv` must be one of \(True,\) for this"),
         (PRODUCT | dict(use_output_gate=False), 1, r"`hf_config.use_output_gate` must be one of \(True,\)"),
         (PRODUCT | dict(expand_v=1.3), 1, "`hf_config.expand_v` must make whole channels of 16; got 1.3"),
         (PRODUCT | dict(num_householder=True), 1, "`hf_config.num_householder` must be a whole number above 0"),

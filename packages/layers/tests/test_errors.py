@@ -104,15 +104,9 @@ def test_configs_describe_their_sizes(name):
         (dict(config=dict(D=8)), "`config` must be a GatedDeltaNetConfig; got dict"),
         (dict(cache=jnp.zeros(3)), "`cache` must be a Cache; got "),
         (dict(cache=empty_cache(layers.Mamba2Config(8, 2, 4, 3, 4), 2)), r"`cache.state` must have shape"),
-        (
-            dict(cache=empty_cache(layers.LightningAttentionConfig(8, 2, 4, 4, 4), 2)),
-            "`cache.conv` must have 3 arrays;",
-        ),
+        (dict(cache=empty_cache(layers.LightningAttentionConfig(8, 2, 4, 4, 4), 2)), "`cache.conv` must have 3 arrays"),
         (dict(cache=empty_cache(CONFIG, 3)), "`cache` must be of 2 sequences, as `x` is; got one of 3"),
-        (
-            dict(x=X[:1], cache=empty_cache(CONFIG, 3), cu_seqlens=jnp.array([0, 2, 5])),
-            "`cache` must be of 2 sequences",
-        ),
+        (dict(x=X[:1], cache=empty_cache(CONFIG, 3), cu_seqlens=jnp.array([0, 2, 5])), "`cache` must be of 2 sequence"),
         (dict(implementation="pallas"), "`implementation` must be"),
         (dict(output_cache=1), "`output_cache` must be True or False, known when the program is built; got 1"),
         (dict(sharding="x"), "`sharding` must be None, a NamedSharding or a PartitionSpec; got str"),
@@ -240,7 +234,7 @@ def test_checkpoint():
     with pytest.raises(ValueError, match=r"no weights that the layer lacks; got \['out_proj.bias'\]"):
         read(checkpoint() | {"layer.out_proj.bias": jnp.ones(8)})
     with pytest.raises(
-        ValueError, match=r"must have names that start with 'other\.'; got none, but \['layer\.', 'layer"
+        ValueError, match=r"names that start with 'other\.'; got none, but \['layer\.', 'layer\.conv1d\.'"
     ):
         layers.load_gated_delta_net(checkpoint(), CONFIG, "other.")
     with pytest.raises(ValueError, match="`named` must be a mapping from names to arrays; got list"):
@@ -248,9 +242,7 @@ def test_checkpoint():
 
 
 def test_shardings():
-    with pytest.raises(
-        ValueError, match=r"`mesh_axes` must have keys of \('batch', 'tokens', 'heads'\); got \('model'"
-    ):
+    with pytest.raises(ValueError, match=r"`mesh_axes` must have keys of \('batch', 'tokens', 'heads'\); got \("):
         shardings(CONFIG, {"model": "x"})
     mesh = jax.sharding.AbstractMesh((3,), ("x",))
     with pytest.raises(ValueError, match=r"`HV` must be a multiple of the devices along \('x',\); got 4"):

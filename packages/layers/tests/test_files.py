@@ -13,10 +13,7 @@ from chunkwise.layers import open_checkpoint
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # "a" is 1 to 4, "b" is 5 to 8.
 DATA = np.arange(1, 9, dtype=np.float32).tobytes()
-GOOD = {
-    "a": dict(dtype="F32", shape=[4], data_offsets=[0, 16]),
-    "b": dict(dtype="F32", shape=[4], data_offsets=[16, 32]),
-}
+GOOD = {name: dict(dtype="F32", shape=[4], data_offsets=at) for name, at in dict(a=[0, 16], b=[16, 32]).items()}
 
 
 def write(file, header, data=DATA):
@@ -108,9 +105,7 @@ def test_damaged_headers(tmp_path, label):
 )
 def test_files_of_something_else(tmp_path, content):
     (tmp_path / ONE).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"`directory` must have files of the format safetensors; got .*model.safetensors"
-    ):
+    with pytest.raises(ValueError, match=r"`directory` must have files of the format safetensors; got .*model"):
         open_checkpoint(tmp_path)
 
 
@@ -143,11 +138,8 @@ def test_pipes(tmp_path, name):
 def shard(directory, **files):
     """Write files with arrays of GOOD, and return what an index should say."""
     for file, names in files.items():
-        write(
-            directory / f"{file}.safetensors",
-            {x: GOOD[x] | dict(data_offsets=[16 * i, 16 * i + 16]) for i, x in enumerate(names)},
-            DATA[: 16 * len(names)],
-        )
+        header = {x: GOOD[x] | dict(data_offsets=[16 * i, 16 * i + 16]) for i, x in enumerate(names)}
+        write(directory / f"{file}.safetensors", header, DATA[: 16 * len(names)])
     return {name: f"{file}.safetensors" for file, names in files.items() for name in names}
 
 
@@ -202,9 +194,7 @@ def test_wrong_indices(tmp_path, label):
 def test_an_array_in_two_files(tmp_path):
     shard(tmp_path, one="ab", two="b")
     index(tmp_path, dict(a="one.safetensors", b="two.safetensors"))
-    with pytest.raises(
-        ValueError, match=r"every array in one file; two.safetensors has again those of {'b': 'one.safete"
-    ):
+    with pytest.raises(ValueError, match=r"every array in one file; two.safetensors has again those of {'b': 'one.sa"):
         open_checkpoint(tmp_path)
 
 
@@ -229,10 +219,7 @@ def test_links(tmp_path):
         ("[1]", "config.json with a table; got list"),
         ('{"quantization_config": 5}', "config.json with a table `quantization_config`; got 5"),
         ('{"quantization_config": {"weight_block_size": [128, "x"]}}', "with two whole numbers as `weight_block_size`"),
-        (
-            '{"quantization_config": {"weight_block_size": 128}}',
-            "with two whole numbers as `weight_block_size`; got 128",
-        ),
+        ('{"quantization_config": {"weight_block_size": 128}}', "two whole numbers as `weight_block_size`; got 128"),
     ],
 )
 def test_wrong_configs(tmp_path, config, message):

@@ -42,9 +42,8 @@ def test_gradients():
         step = jax.tree.map(lambda y: rng.standard_normal(y.shape) * 1e-5, args)
         ahead, behind = (loss(*jax.tree.map(lambda y, d, s=s: y + s * d, args, step)) for s in (1, -1))
         want = (ahead - behind) / 2
-        got = sum(
-            np.sum(np.asarray(g, np.float64) * d) for g, d in zip(*map(jax.tree.leaves, (found, step)), strict=True)
-        )
+        pairs = zip(*map(jax.tree.leaves, (found, step)), strict=True)
+        got = sum(np.sum(np.asarray(g, np.float64) * d) for g, d in pairs)
         assert abs(got - want) < 1e-3 * abs(want)
 
 

@@ -94,11 +94,8 @@ def test_a_scan_carries_a_cache(layer, cached, states, dtype):
         assert y.dtype == dtype
         assert cache.state.dtype == states
         assert all(x.dtype == cached for x in cache.conv)
-        _, cache = jax.eval_shape(
-            lambda x, w: run(x, w, config, None, True, implementation="xla"),
-            jax.ShapeDtypeStruct((2, T, config.D), dtype),
-            weights,
-        )
+        alone = lambda x, w: run(x, w, config, None, True, implementation="xla")
+        _, cache = jax.eval_shape(alone, jax.ShapeDtypeStruct((2, T, config.D), dtype), weights)
         assert all(x.dtype == dtype for x in cache.conv)
         assert cache.state.dtype == jnp.float32
 
@@ -190,32 +187,30 @@ def test_read_and_written(layer, dtype, replay):
     np.testing.assert_array_equal(into.state[1], got.state[1])
 
 
+def with_conv(cache, shape):
+    """Return a cache with another first array of convolutions."""
+    return cache._replace(conv=(jnp.zeros(shape), *cache.conv[1:]))
+
+
 def test_wrong_moves():
     """Each error says what is wrong in the words of the call."""
     config = LAYERS["gated_delta_net"]
     pool, slots = layers.empty_pool(config, SLOTS, replay=8, decode_tokens=U), jnp.zeros(2, jnp.int32)
     cache = layers.empty_cache(config, 2)
-    for message, call in {
-        "`pool` must be a Cache; got StatePool.": lambda: layers.read_cache(pool.state, slots),
-        "`slots` must be int32 of shape [n]; got float32 (2,).": lambda: layers.read_cache(pool, slots * 1.0),
-        "`num_accepted_tokens` must be int32 of shape [n]; got int.": lambda: layers.read_cache(pool, slots, 1),
-        "`cache` must be a Cache; got ArrayImpl.": lambda: layers.write_cache(pool, slots, cache.state),
-        "`cache.state` must be an array [n, HV, K, V]; got StatePool.": lambda: layers.write_cache(pool, slots, pool),
-        "`cache.state` must have shape [n, HV, K, V] = (1, 2, 8, 8); got (2, 2, 8, 8).": lambda: layers.write_cache(
-            pool, slots[:1], cache
-        ),
-        "`cache.conv` must have 3 arrays, as `pool.conv` has; got 0.": lambda: layers.write_cache(
-            pool, slots, cache._replace(conv=())
-        ),
-        "`cache.conv[2]` must have shape [n, W-1, C] = (2, 3, 16); got (2, 3, 8).": lambda: layers.write_cache(
-            pool, slots, cache._replace(conv=(*cache.conv[:2], cache.conv[0]))
-        ),
-        "`pool.conv[0]` must have 3 slots times `decode_tokens`; got 10.": lambda: layers.read_cache(
-            pool._replace(conv=(jnp.zeros((10, 3, 8)), *pool.conv[1:])), slots
-        ),
-    }.items():
+    read, write = layers.read_cache, layers.write_cache
+    for message, call, *arguments in (
+        ("`pool` must be a Cache; got StatePool.", read, pool.state, slots),
+        ("`slots` must be int32 of shape [n]; got float32 (2,).", read, pool, slots * 1.0),
+        ("`num_accepted_tokens` must be int32 of shape [n]; got int.", read, pool, slots, 1),
+        ("`pool.conv[0]` must have 3 slots times `decode_tokens`; got 10.", read, with_conv(pool, (10, 3, 8)), slots),
+        ("`cache` must be a Cache; got ArrayImpl.", write, pool, slots, cache.state),
+        ("`cache.state` must be an array [n, HV, K, V]; got StatePool.", write, pool, slots, pool),
+        ("`cache.state` must have shape [n, HV, K, V] = (1, 2, 8, 8)", write, pool, slots[:1], cache),
+        ("`cache.conv` must have 3 arrays, as `pool.conv` has; got 0.", write, pool, slots, cache._replace(conv=())),
+        ("`cache.conv[0]` must have shape [n, W-1, C] = (2, 3, 8)", write, pool, slots, with_conv(cache, (2, 3, 9))),
+    ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            call()
+            call(*arguments)
     weights, x = make("gated_delta_net")[1:3]
     message = "`decode_tokens` must be at most 3, the number that `empty_pool` made `pool` for; got 4."
     with pytest.raises(ValueError, match=re.escape(message)):

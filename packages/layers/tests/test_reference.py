@@ -49,11 +49,8 @@ implementations = pytest.mark.parametrize("implementation", ["xla", "fused"])
 def compiled(name, implementation, output_cache=True):
     """The layer as one program for all tests of the same shapes."""
     layer = LAYERS[name]
-    return jax.jit(
-        lambda x, w, cache, packing: layer.run(
-            x, w, layer.config, cache, output_cache, **packing, implementation=implementation
-        )
-    )
+    options = dict(output_cache=output_cache, implementation=implementation)
+    return jax.jit(lambda x, w, cache, packing: layer.run(x, w, layer.config, cache, **packing, **options))
 
 
 def assert_same(got, want, tolerance=TOLERANCE["float32"]):
@@ -150,20 +147,13 @@ def test_serving_steps(name, implementation):
     (x, w), layer = make(name), LAYERS[name]
     pool = jax.tree.map(lambda y: y + jnp.nan, empty_cache(layer.config, 5))
     used, done, parts = [3, 1], [0, 0], [[], []]
-    step = jax.jit(
-        lambda tokens, pool, at: layer.ragged(tokens, w, layer.config, pool, at, implementation=implementation)
-    )
+    step = jax.jit(lambda x, pool, at: layer.ragged(x, w, layer.config, pool, at, implementation=implementation))
     # Which sequence computes how many tokens, decodes first.
     for plan in ([(0, 13)], [(0, 1), (1, 12)], [(0, 1), (1, 9)], [(0, 1), (1, 0)]):
         ends = np.cumsum([0, *(count for _, count in plan)]).astype(np.int32)
         tokens = np.zeros((1, 13, x.shape[2]), np.float32)
-        at = Step(
-            np.resize(ends, 3),
-            np.full(2, -1, np.int32),
-            np.zeros(2, bool),
-            np.int32(len(plan) - 1),
-            np.int32(len(plan)),
-        )
+        counts = np.int32(len(plan) - 1), np.int32(len(plan))
+        at = Step(np.resize(ends, 3), np.full(2, -1, np.int32), np.zeros(2, bool), *counts)
         at.cu_seqlens[len(ends) :] = ends[-1]
         for i, (n, count) in enumerate(plan):
             tokens[0, ends[i] : ends[i + 1]] = x[n, done[n] : done[n] + count]
@@ -232,18 +222,15 @@ def gradients(request):
 
 def test_gradients(gradients):
     """The derivative of a loss along a random direction of every argument is that of the float64 layer."""
-    arguments, exact, got = gradients
+    arguments, exact, found = gradients
     rng, (leaves, tree) = np.random.default_rng(6), jax.tree.flatten(arguments)
-    for i, (leaf, gradient, (path, _)) in enumerate(
-        zip(leaves, jax.tree.leaves(got), jax.tree.leaves_with_path(arguments), strict=True)
-    ):
+    for i, (leaf, (path, gradient)) in enumerate(zip(leaves, jax.tree.leaves_with_path(found), strict=True)):
         direction = rng.standard_normal(leaf.shape)
         moved = lambda h: exact(*tree.unflatten([*leaves[:i], leaf + h * direction, *leaves[i + 1 :]]))  # noqa: B023
         want = (moved(1e-5) - moved(-1e-5)) / 2e-5
         size = np.linalg.norm(np.asarray(gradient, np.float64)) * np.linalg.norm(direction)
-        assert abs(np.sum(direction * np.asarray(gradient, np.float64)) - want) < 1e-5 * size, jax.tree_util.keystr(
-            path
-        )
+        got = np.sum(direction * np.asarray(gradient, np.float64))
+        assert abs(got - want) < 1e-5 * size, jax.tree_util.keystr(path)
 
 
 @implementations

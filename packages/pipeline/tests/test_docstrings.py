@@ -14,19 +14,12 @@ from tests.documents import check_call, documented_flops
 def entries(docstring):
     """Return the arguments that the section Args names."""
     section = re.search(r"^Args:\n(.*?)(^\S|\Z)", inspect.cleandoc(docstring), re.MULTILINE | re.DOTALL)[1]
-    return [
-        name
-        for names in re.findall(r"^  ([A-Za-z][\w, \n]*):", section, re.MULTILINE)
-        for name in re.split(r",\s+", names)
-    ]
+    found = re.findall(r"^  ([A-Za-z][\w, \n]*):", section, re.MULTILINE)
+    return [name for names in found for name in re.split(r",\s+", names)]
 
 
-PUBLIC = [
-    function
-    for module in (pipeline, cumsum, kkt, solve_tril, wy_fast, chunk_h, chunk_o)
-    for function in map(vars(module).__getitem__, module.__all__)
-    if inspect.isfunction(function)
-]
+MODULES = pipeline, cumsum, kkt, solve_tril, wy_fast, chunk_h, chunk_o
+PUBLIC = [x for module in MODULES for x in map(vars(module).get, module.__all__) if inspect.isfunction(x)]
 
 
 @pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__name__)

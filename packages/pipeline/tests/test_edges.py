@@ -5,13 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import (
-    chunk_comba,
-    chunk_gated_delta_rule,
-    chunk_gdn2,
-    chunk_kda,
-    chunk_simple_gla,
-)
+from chunkwise.pipeline import chunk_comba, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, chunk_simple_gla
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import make_inputs
@@ -40,8 +34,7 @@ def arguments(operator, q, k, v, g, beta):
     if operator in ("kda", "gdn2"):
         x["g"] = per_channel(g)
     if operator == "gdn2":
-        x |= dict(b=per_channel(x.pop("beta")), w=jnp.ones_like(v))
-        x["w"] = x["w"] * beta[..., None].astype(v.dtype)
+        x |= dict(b=per_channel(x.pop("beta")), w=jnp.ones_like(v) * beta[..., None].astype(v.dtype))
     if operator == "comba":
         x["p"] = (k * jnp.exp(g)[..., None]).astype(k.dtype)
     return x
@@ -88,10 +81,9 @@ def test_a_repeated_key_and_step_sizes_of_a_sigmoid(operator):
     v = jnp.asarray(rng.standard_normal((1, T, 1, K)), jnp.bfloat16)
     raw = jnp.asarray(np.random.default_rng(1).choice([-2.0, 1.0, 30.0], (1, T, 1)), jnp.float32)
     x = arguments(operator, k, k, v, jnp.zeros((1, T, 1)), raw)
-    o, _ = DELTA[operator](
-        **x, scale=1.0, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, implementation="fused"
-    )
-    want = reference(**x | dict(beta=jax.nn.sigmoid(raw)), scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+    options = dict(scale=1.0, use_qk_l2norm_in_kernel=True)
+    o, _ = DELTA[operator](**x, **options, use_beta_sigmoid_in_kernel=True, implementation="fused")
+    want = reference(**x | dict(beta=jax.nn.sigmoid(raw)), **options)[0]
     assert_close("o", o, want, 5e-3)
 
 
@@ -100,13 +92,11 @@ def test_a_state_near_its_fixed_point_learns(implementation):
     """A residual of 2 beside a prediction of 4,098 is not lost, and the step sizes have a gradient."""
     T = 16
     k = jnp.zeros((1, T, 1, 8), jnp.bfloat16).at[..., 0].set(1)
-    x = dict(q=k, k=k, v=jnp.full(k.shape, 4096, jnp.bfloat16), g=jnp.zeros((1, T, 1)))
-    S = jnp.zeros((1, 1, 8, 8)).at[0, 0, 0].set(4098)
+    x = dict(q=k, k=k, v=jnp.full(k.shape, 4096, jnp.bfloat16), g=jnp.zeros((1, T, 1)), scale=1.0)
+    x["initial_state"] = jnp.zeros((1, 1, 8, 8)).at[0, 0, 0].set(4098)
 
     def run(beta):
-        o, state = chunk_gated_delta_rule(
-            **x, beta=beta, scale=1.0, initial_state=S, output_final_state=True, implementation=implementation
-        )
+        o, state = chunk_gated_delta_rule(**x, beta=beta, output_final_state=True, implementation=implementation)
         return jnp.sum(o.astype(jnp.float32)), state[0, 0, 0, 0]
 
     dbeta, last = jax.grad(run, has_aux=True)(jnp.full((1, T, 1), 0.25))

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import OPERATORS, operator_inputs
 from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.testing.compare import assert_close
@@ -85,17 +84,13 @@ def test_a_law_more_is_a_line_of_the_table(implementation, monkeypatch):
     compare(operator, implementation, inputs, dict(use_gate_in_kernel="logsigmoid"), None)
 
 
+RATES = [(name, "xla") for name in ("chunk_gated_delta_rule", "chunk_kda", "recurrent_gated_delta_rule")]
+RATES.append(("chunk_kda", "fused"))
+
+
 @pytest.mark.parametrize("A_log", [(-100.0, 17.0), (60.0, 88.0), (100.0, 300.0)], ids=str)
 @pytest.mark.parametrize("law", ["softplus", "bounded"])
-@pytest.mark.parametrize(
-    ("operator", "implementation"),
-    [
-        ("chunk_gated_delta_rule", "xla"),
-        ("chunk_kda", "xla"),
-        ("chunk_kda", "fused"),
-        ("recurrent_gated_delta_rule", "xla"),
-    ],
-)
+@pytest.mark.parametrize(("operator", "implementation"), RATES)
 def test_every_rate(operator, implementation, law, A_log):
     """e^A_log may be no number in float32; where a bias takes it back decays are as exact as others.
 
@@ -130,26 +125,21 @@ def test_types_are_stated(operator):
                 assert {n: d.dtype for n, d in grads.items()} == {n: x.dtype for n, x in inputs.items()}
 
 
-def test_a_bound_without_arrays_is_a_law_too():
-    """No bias means zeros, and the step sizes stay as they are."""
-    inputs = raw_inputs(operator_inputs(OPERATORS["chunk_gated_delta_rule"], 1, 20, 1, 1, 8, 8))
-    inputs["dt_bias"] = jnp.zeros_like(inputs["dt_bias"])
-    inputs["beta"] = jax.nn.sigmoid(inputs["beta"])
-    run = functools.partial(chunk_gated_delta_rule, use_gate_in_kernel=True, lower_bound=-5.0)
-    want, _ = run(**inputs)
-    del inputs["dt_bias"]
-    np.testing.assert_array_equal(run(**inputs)[0], want)
-
-
 @pytest.mark.parametrize("operator", [x for x in DELTA if x.erase != "gate"], ids=lambda operator: operator.name)
 def test_forms_of_a_rate(operator):
-    """A bound alone is the law lower_bound sigmoid(g + dt_bias), and checkpoints have A_log as [1, 1, HV, 1]."""
+    """A bound alone is the law lower_bound sigmoid(g + dt_bias), and checkpoints have A_log as [1, 1, HV, 1].
+
+    No bias means zeros, and the step sizes stay as they are.
+    """
     inputs = raw_inputs(operator_inputs(operator, 1, 20 if operator.chunked else 2, 1, 2, 8, 8))
     inputs["beta"] = jax.nn.sigmoid(inputs["beta"])
     run = functools.partial(operator.function, use_gate_in_kernel=True)
     for law in (dict(), dict(lower_bound=-5.0)):
         want, _ = run(**inputs, **law)
         np.testing.assert_array_equal(run(**inputs | dict(A_log=inputs["A_log"].reshape(1, 1, 2, 1)), **law)[0], want)
+    zeros = jnp.zeros_like(inputs["dt_bias"])
+    want, _ = run(**inputs | dict(dt_bias=zeros), **law)
+    np.testing.assert_array_equal(run(**inputs | dict(dt_bias=None), **law)[0], want)
     want, _ = run(**inputs | dict(A_log=jnp.zeros(2)), **law)
     np.testing.assert_array_equal(run(**inputs | dict(A_log=None), **law)[0], want)
     plain = -5.0 * jax.nn.sigmoid(inputs["g"] + inputs["dt_bias"])

@@ -94,9 +94,8 @@ def test_gpu_form(batch, name, by_maps, passes):
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in shapes.items()}
     with small_spans(by_maps), contextlib.nullcontext() if passes is None else matmul.emulate_mxu(passes):
         got = jax.jit(compare.with_gradients(run))(read, cu_seqlens, cotangents)
-    o, state, gradients = oracle.reference(
-        **x, cu_seqlens=cu_seqlens, do=cotangents["o"], dht=cotangents.get("final_state")
-    )
+    do, dht = cotangents["o"], cotangents.get("final_state")
+    o, state, gradients = oracle.reference(**x, cu_seqlens=cu_seqlens, do=do, dht=dht)
     want = dict(o=o, final_state=state) | {f"d{name}": y for name, y in gradients.items()}
     for name, y in got.items():
         # The gates of tokens that forget all that their key held have no effect, and their gradient is rounding.

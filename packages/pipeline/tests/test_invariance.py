@@ -59,11 +59,8 @@ def test_plain_jax_with_states_has_the_same_bits_alone_and_packed(operator):
     """Outputs and states."""
     x = operator_inputs(operator, 1, 40, 1, 2, 16, 24)
     constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
-    run = jax.jit(
-        lambda x, ends: operator.function(
-            **x, **constant, cu_seqlens=ends, chunk_size=16, output_final_state=True, implementation="xla"
-        )
-    )
+    constant |= dict(chunk_size=16, output_final_state=True, implementation="xla")
+    run = jax.jit(lambda x, ends: operator.function(**x, **constant, cu_seqlens=ends))
     o, states = run(x, jnp.array([0, 13, 40], jnp.int32))
     alone, state = run(cut(x, 13, 40), jnp.array([0, 27], jnp.int32))
     np.testing.assert_array_equal(alone, o[:, 13:])
@@ -71,13 +68,11 @@ def test_plain_jax_with_states_has_the_same_bits_alone_and_packed(operator):
 
 
 # Kernels with gates per channel choose products by the gates of a chunk, or by a promise.
-ALL_GATES = [(operator, name, None) for operator in CHUNKED for name in operator.implementations]
-PROMISED = [(operator, "fused", -5.0) for operator in CHUNKED if operator.delta and operator.per_channel]
+CASES = [(operator, name, None) for operator in CHUNKED for name in operator.implementations]
+CASES += [(operator, "fused", -5.0) for operator in CHUNKED if operator.delta and operator.per_channel]
 
 
-@pytest.mark.parametrize(
-    ("operator", "implementation", "bound"), ALL_GATES + PROMISED, ids=lambda x: getattr(x, "name", None)
-)
+@pytest.mark.parametrize(("operator", "implementation", "bound"), CASES, ids=lambda x: getattr(x, "name", None))
 def test_no_bit_depends_on_later_tokens(operator, implementation, bound):
     """Outputs, and gradients of queries, in the chunk of a token from which on all tokens are others, with resets."""
     sizes = dict(T=32, H=1, HV=2, K=8, V=8, dtype=jnp.bfloat16)

@@ -23,11 +23,9 @@ from chunkwise.shared.testing.inputs import boundaries
 EVERY = OPERATORS | COMPOSED
 MODES = {
     "x64": {"jax_enable_x64": True},
-    "strict": {
-        "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise", "jax_debug_nans": True,
-    },
+    "strict": {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise", "jax_debug_nans": True},
     "no jit": {"jax_disable_jit": True},
-}  # fmt: skip
+}
 PACKED = boundaries(1, 0, 12, 5)
 SEGMENTS = jnp.asarray([[-1, *[3] * 8, *[1] * 9, -1, -1]], jnp.int32)
 
@@ -107,22 +105,19 @@ def test_results_and_gradients(mode, name, implementation, sequences):
     flags = {"use_qk_l2norm_in_kernel": True}
     flags = flags if flags.keys() <= inspect.signature(operator.function).parameters.keys() else {}
     options = flags | operator.static | ({"chunk_size": 16} if operator.chunked else {})
+    options |= told | dict(output_final_state=True, implementation=implementation)
 
     @jax.jit
     def run(x, do, dht):
-        outputs, pullback = jax.vjp(
-            lambda x: operator.function(**x, **told, output_final_state=True, implementation=implementation, **options),
-            x,
-        )
+        outputs, pullback = jax.vjp(lambda x: operator.function(**x, **options), x)
         return outputs, pullback((do, dht))[0]
 
     with under(mode):
         (o, state), gradients = jax.block_until_ready(run(x, do, dht))
     o_ref, state_ref, expected = operator.source.reference(x, **flags, **told, do=do, dht=dht)
     found = by_part({"o": o, "final_state": state} | {f"d{name}": y for name, y in gradients.items()})
-    for name, want in by_part(
-        {"o": o_ref, "final_state": state_ref} | {f"d{n}": y for n, y in expected.items()}
-    ).items():
+    expected = {"o": o_ref, "final_state": state_ref} | {f"d{name}": y for name, y in expected.items()}
+    for name, want in by_part(expected).items():
         assert found[name].dtype == jnp.float32, name
         assert_close(name, found[name], want, tolerance(name, "float32"))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_gated_delta_rule, chunk_simple_gla
+from chunkwise.pipeline import chunk_simple_gla
 from chunkwise.pipeline.operators import CHUNKED, RECURRENT, operator_inputs
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
@@ -28,11 +28,9 @@ THOROUGH = dict(
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)
 
 
-def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalise=True):
+def inputs_of(operator, states, **options):
     """Return inputs of an operator by argument name."""
-    return operator_inputs(
-        operator, 1, 70, 2, 4, 16, 24, dtype=dtype, gate=gate, num_states=states, normalise=normalise
-    )
+    return operator_inputs(operator, 1, 70, 2, 4, 16, 24, num_states=states, **options)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +38,7 @@ def inputs_of(operator, dtype=jnp.float32, states=0, gate="logsigmoid", normalis
     [
         *(pytest.param(x, i, True, id=f"{x.name}-{i}-packed") for x in CHUNKED for i in x.implementations),
         # Without packing all but these staged chains is tested elsewhere: by a package, or for the gated delta rule.
-        *(
-            pytest.param(x, "staged", False, id=f"{x.name}-staged")
-            for x in CHUNKED
-            if x.function is not chunk_gated_delta_rule
-        ),
+        *(pytest.param(x, "staged", False, id=f"{x.name}-staged") for x in CHUNKED if "gated" not in x.name),
     ],
 )
 def test_outputs_and_gradients(operator, implementation, packed):
@@ -87,9 +81,8 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
 def test_recurrent(operator, implementation):
     # Two tokens are what the kernel is for, and quick to interpret.
     T = 2 if implementation == "fused" else 70
-    inputs = {
-        n: y[:, :T] if n not in ("initial_state", "g_gamma") else y for n, y in inputs_of(operator, states=1).items()
-    }
+    inputs = inputs_of(operator, states=1)
+    inputs = {n: y if n in ("initial_state", "g_gamma") else y[:, :T] for n, y in inputs.items()}
     assert_recurrence(operator.function, inputs, gradients=False, implementation=implementation)
 
 
@@ -109,10 +102,8 @@ def test_what_the_docstring_says_of_the_stages(operator):
     decades = 10.0 ** np.random.default_rng(2).uniform(-4, 1, inputs["g"].shape)
     inputs["g"] = jnp.asarray(-decades, jnp.float32)
     expected = reference(**inputs)[0]
-    errors = {
-        name: error(operator.function(**inputs, chunk_size=128, implementation=name)[0], expected)
-        for name in ("xla", "staged")
-    }
+    run = lambda name: operator.function(**inputs, chunk_size=128, implementation=name)[0]
+    errors = {name: error(run(name), expected) for name in ("xla", "staged")}
     assert "can reach 5e-5" in " ".join(operator.function.__doc__.split())
     assert errors["staged"] < 5e-5
     assert errors["xla"] < 1e-6

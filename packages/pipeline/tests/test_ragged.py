@@ -45,9 +45,8 @@ TWO = dict(cu_seqlens=jnp.array([0, 1, 5], jnp.int32), state_indices=jnp.array([
 def test_the_number_0_compiles_no_decode(operator):
     """A traced count of 0 does."""
     x, pool = make_tokens(operator, np.random.default_rng(0), 5, 5), jnp.zeros((2, HV, K, V))
-    run = lambda decodes: getattr(pipeline, f"ragged_{operator}")(
-        **x, states=pool, **TWO, num_decodes=decodes, implementation="fused"
-    )
+    function = getattr(pipeline, f"ragged_{operator}")
+    run = lambda decodes: function(**x, states=pool, **TWO, num_decodes=decodes, implementation="fused")
     assert "recurrent_" not in str(jax.make_jaxpr(lambda: run(0))())
     assert "recurrent_" in str(jax.make_jaxpr(run)(jnp.int32(0)))
 
@@ -251,14 +250,12 @@ SHAPES = {
 }
 
 
-def run_step(operator: str, arguments: dict, sizes=(K, V), as_array=lambda x: x):
+def run_step(operator: str, arguments: dict, sizes=(K, V)):
     """Run STEP with other arguments on random tokens, all of which are arrays of numpy."""
     rng, (K, V) = np.random.default_rng(0), sizes
     arguments = dict(states=np.zeros((SLOTS, HV, K, V), np.float32)) | STEP | arguments
     arguments |= make_tokens(operator, rng, T, T, sizes)
-    return OPERATORS[operator](
-        **{name: as_array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
-    )
+    return OPERATORS[operator](**arguments)
 
 
 @pytest.mark.parametrize("message", SHAPES)
@@ -289,9 +286,8 @@ def test_boundaries_of_sequences_that_do_not_exist():
 @pytest.mark.parametrize(("operator", "K"), [("gated_delta_rule", 257), ("kda", 257), ("simple_gla", 2048)])
 def test_states_too_large_for_the_kernels(operator, K):
     """As the docstring says; the other implementations take them."""
-    run = lambda implementation: jax.eval_shape(
-        lambda: run_step(operator, dict(implementation=implementation), (K, K if operator == "simple_gla" else V))
-    )
+    sizes = (K, K if operator == "simple_gla" else V)
+    run = lambda implementation: jax.eval_shape(lambda: run_step(operator, dict(implementation=implementation), sizes))
     with pytest.raises(NotImplementedError, match='"fused"'):
         run("fused")
     run("xla")

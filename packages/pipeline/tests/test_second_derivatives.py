@@ -92,12 +92,10 @@ def test_hessian_of_a_composition(name, packed):
     rng = np.random.default_rng(1)
     do, dht = rng.standard_normal(x["v"][:, :40].shape), rng.standard_normal((N, 2, 8, 8))
     # A state of mLSTM depends on its stabiliser, which counts as a number; the outputs do not.
-    dht = None if isinstance(x["initial_state"], tuple) else dht
+    dht, options = None if isinstance(x["initial_state"], tuple) else dht, operator.static | dict(cu_seqlens=cu_seqlens)
 
     def loss(x):
-        o, state = operator.function(
-            **x, cu_seqlens=cu_seqlens, **operator.static, output_final_state=True, chunk_size=16, implementation="xla"
-        )
+        o, state = operator.function(**x, **options, output_final_state=True, chunk_size=16, implementation="xla")
         return jnp.sum(o * do) + (0.0 if dht is None else jnp.sum(state * dht))
 
     gradient = lambda x: operator.source.reference(x, cu_seqlens=cu_seqlens, do=do, dht=dht)[2]
@@ -138,9 +136,8 @@ def test_hessian_of_a_stage(stage):
     sines = lambda numpy, results: sum(numpy.sum(numpy.sin(y)) for y in stage.by_name(results).values())
     loss = lambda x: sines(jnp, stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation="xla"))
     slope = lambda x: jax.jvp(loss, (x,), (dx,))[1]
-    over_gradient, twice = jax.jit(lambda x: (jax.jvp(jax.grad(loss), (x,), (dx,))[1], jax.jvp(slope, (x,), (dx,))[1]))(
-        x
-    )
+    both = jax.jit(lambda x: (hessian_product(loss)(x, dx), jax.jvp(slope, (x,), (dx,))[1]))
+    over_gradient, twice = both(x)
 
     def exact(t, step=1e-3):
         at = {name: np.asarray(y, np.float64) + t * step * np.asarray(dx[name]) for name, y in x.items()}

@@ -29,19 +29,11 @@ THOROUGH = dict(
 )
 
 
-def specs(B, T, N=None):
+def specs(B, T):
     def struct(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct((B, T, *shape), dtype)
 
-    boundaries = None if N is None else jax.ShapeDtypeStruct((N + 1,), jnp.int32)
-    tensors = struct(2, 128), struct(2, 128), struct(4, 128), struct(4, dtype=jnp.float32), struct(4)
-    return (*tensors, boundaries)
-
-
-def chain(q, k, v, g, beta, cu_seqlens):
-    return chunk_gated_delta_rule(
-        q, k, v, g, beta, cu_seqlens=cu_seqlens, output_final_state=True, implementation="staged"
-    )
+    return struct(2, 128), struct(2, 128), struct(4, 128), struct(4, dtype=jnp.float32), struct(4)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -64,7 +56,7 @@ def test_operators_of_several_tokens_compile(name, n, chip):
 @pytest.mark.parametrize("name", ["chunk_kda", "recurrent_kda"])
 def test_float16_compiles(name):
     """TPU kernels cannot read it: they get float32."""
-    q, k, v, _, beta, _ = specs(1, 2)
+    q, k, v, _, beta = specs(1, 2)
     x = [jax.ShapeDtypeStruct(y.shape, jnp.float16) for y in (q, k, v, v, beta)]
     options = {"implementation": "staged" if name == "chunk_kda" else "fused"}
     compiled = tpu.compile_for(lambda *x: getattr(pipeline, name)(*x, **options)[0], *x)
@@ -136,29 +128,19 @@ def test_chain_compiles_under_shard_map():
     """Batch rows over the chips of a topology, with the default check of varying axes."""
     mesh = tpu.topology_mesh(CHIPS["v6e"].topology, "data")
     rows = PartitionSpec("data")
-
-    def run(*tensors):
-        return chain(*tensors, None)
-
-    tensors = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows))
-        for x in specs(4, 64)
-        if x is not None
-    ]
+    run = functools.partial(chunk_gated_delta_rule, output_final_state=True, implementation="staged")
+    tensors = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, rows)) for x in specs(4, 64)]
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows, rows))
     text = jax.jit(sharded).trace(*tensors).lower().compile().as_text()
     assert "chunk_gated_delta_rule_fwd_h_fwd_c64" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("gated_delta_rule", "bfloat16"), ("simple_gla", "float32"), ("kda", "bfloat16")],
-)
+@pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_serving_steps_compile(chip, name, dtype):
+def test_serving_steps_compile(chip, name):
     """Every operator and type of pool that kernels take, of sizes that fill no register: the pool is taken as it is."""
     K, V = 64, 96
-    pool = jax.ShapeDtypeStruct((50, 4, K, V), jnp.dtype(dtype))
+    pool = jax.ShapeDtypeStruct((50, 4, K, V), jnp.float32 if name == "simple_gla" else jnp.bfloat16)
     text = compile_step(name, pool, 3, 2, T=200, chip=chip).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2
     found = re.findall(rf"= (\w+)\[50,4,{K},{V}\]\S* (copy|fusion|gather|scatter)\(", text)
