@@ -1,5 +1,6 @@
 """RWKV-7 out of a file as its authors release it, and the package `rwkv` beside our layers and our whole model."""
 
+import functools
 import importlib
 import os
 import warnings
@@ -90,16 +91,14 @@ def test_layer(case, block, implementation):
     T, state, last = 70, torch.randn(H, K, K), torch.randn(D)
     x, v_first = torch.randn(T, D), torch.randn(T, D)
     arrays = [case.model.z[f"blocks.{block}.att.{name}"] for name in NAMES]
-    run = case.theirs.RWKV_x070_TMix_seq
-    y, after, state_after, values = run(block, H, K, x, last, v_first, state.clone(), *arrays)
+    theirs = case.theirs.RWKV_x070_TMix_seq
+    y, after, state_after, values = theirs(block, H, K, x, last, v_first, state.clone(), *arrays)
     array = lambda y: jnp.asarray(y.numpy())
     # Its states are [V, K].
     cache = Cache((array(last)[None, None],), array(state.mT)[None])
     first = array(v_first).reshape(1, T, H, K) if block else None
-    layer = jax.jit(
-        lambda x, w, cache, v: rwkv7_attention(x, w, config, cache, True, v_first=v, implementation=implementation)
-    )
-    got, kept, handed = layer(array(x)[None], weights, cache, first)
+    run = functools.partial(rwkv7_attention, config=config, output_cache=True, implementation=implementation)
+    got, kept, handed = jax.jit(run)(array(x)[None], weights, cache=cache, v_first=first)
     assert_close("y", got[0], y.numpy(), TOLERANCE["float32"])
     assert_close("state", kept.state[0], state_after.mT.numpy(), TOLERANCE["float32"])
     assert_close("v_first", handed.reshape(T, D), values.numpy(), TOLERANCE["float32"])

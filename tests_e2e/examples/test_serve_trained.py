@@ -55,9 +55,8 @@ def assert_served(model, prompts, wanted, as_function=False):
             assert r.generated == row[len(r.prompt) - 1 :][:wanted].tolist()
 
 
-PROMPTS = [
-    [0, *text.encode()] for text in ("import os\n", "def f(self, x):\n    return ", '"""', "class A(B):\n    def ")
-]
+TEXTS = "import os\n", "def f(self, x):\n    return ", '"""', "class A(B):\n    def "
+PROMPTS = [[0, *text.encode()] for text in TEXTS]
 
 
 def test_served(mesh):

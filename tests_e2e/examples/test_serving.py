@@ -50,9 +50,8 @@ def run_step(case: "Case", weights, pools, tokens, step, implementation=None):
     norm = lambda x, weight: blocks.rms_norm(x, weight, case.config.eps)
     for b in weights.blocks:
         if not isinstance(b.mixer, qwen3_5.Attention):
-            y, pool = ragged_gated_delta_net(
-                norm(x, b.norm), b.mixer, case.config.delta, next(left), step, implementation=implementation
-            )
+            given = norm(x, b.norm), b.mixer, case.config.delta, next(left), step
+            y, pool = ragged_gated_delta_net(*given, implementation=implementation)
             x, after = x + y, [*after, pool]
         x = x + blocks.mlp(norm(x, b.mlp_norm), b.mlp)
     return norm(x, weights.norm) @ weights.head, tuple(after)
@@ -152,10 +151,8 @@ def test_speculation(case, implementation):
     T, W, requests, drafts = 24, 3, case.requests(), case.drafts
     N, accepted, counts, steps = len(requests), [1] * len(requests), set(), 0
     # Every request has a slot for the state after each of W tokens.
-    pools, step = (
-        case.pools(N * W),
-        jax.jit(functools.partial(run_step, case, implementation=implementation), donate_argnums=1),
-    )
+    pools = case.pools(N * W)
+    step = jax.jit(functools.partial(run_step, case, implementation=implementation), donate_argnums=1)
 
     while not all(len(r.generated) >= r.wanted for r in requests):
         running = [r for r in requests if r.arrival <= steps and len(r.generated) < r.wanted]

@@ -32,9 +32,8 @@ ROWS = train.rows_of(STREAM[: SIZES["steps"] * SIZES["batch"] * SIZES["length"] 
 FEW = 4 * SIZES["batch"] * SIZES["length"]
 HELD_OUT_ROWS = train.rows_of(HELD_OUT[: FEW + 1], SIZES["length"])
 PROGRAM = Path(train.__file__)
-THOROUGH = dict(
-    test_learns=True, test_killed_while_it_saves=True, test_eight_devices=True, test_beside_transformers=True
-)
+SLOW = "test_learns", "test_killed_while_it_saves", "test_eight_devices", "test_beside_transformers"
+THOROUGH = dict.fromkeys(SLOW, True)
 # Dies by SIGKILL just before the arrays of the checkpoint after step 100 get their final name.
 KILLED = f"""
 import os, runpy, signal, sys
@@ -53,9 +52,8 @@ def run(program: list[str], output: Path, **options):
     """Run the program in a process of its own, with small sizes."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | options).items()]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, *program, *arguments, f"--output={output}"], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, *program, *arguments, f"--output={output}"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def one_device():
@@ -187,10 +185,8 @@ def test_beside_transformers():
     """Twenty steps of AdamW from the same weights over the same batches have the same losses in torch."""
     torch, theirs = build_qwen()
     rate, weights = 1e-3, [*theirs.parameters()]
-    groups = [
-        dict(params=[w for w in weights if w.ndim > 1], weight_decay=0.1),
-        dict(params=[w for w in weights if w.ndim == 1], weight_decay=0.0),
-    ]
+    decays = (True, 0.1), (False, 0.0)
+    groups = [dict(params=[w for w in weights if (w.ndim > 1) == wide], weight_decay=x) for wide, x in decays]
     adamw, warmup = torch.optim.AdamW(groups, betas=(0.9, 0.95)), SIZES["steps"] // 20
     with jax.set_mesh(one_device()):
         ours = train.Model(CONFIG, one_device(), nnx.Rngs(0))

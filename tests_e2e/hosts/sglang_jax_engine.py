@@ -101,9 +101,8 @@ def weights_around(draw, root, norms_near):
 def weights_qwen3_5(draw):
     """Return random weights under the names of a checkpoint of Qwen3.5."""
     c, w = QWEN3_5["text_config"], weights_around(draw, "model.language_model", 0)
-    H, KV, size, HV = (
-        c[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_value_heads")
-    )
+    H, KV, size = (c[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    HV = c["linear_num_value_heads"]
     keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], HV * c["linear_value_head_dim"]
     for i in range(LAYERS):
         layer = f"model.language_model.layers.{i}"

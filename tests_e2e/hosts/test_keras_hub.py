@@ -37,10 +37,8 @@ def in_place(ours: bool):
 
 def inputs(B=2, T=70, HV=4, K=16, V=16):
     keys = jax.random.split(jax.random.key(0), 6)
-    q, k, v, state = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(keys, [(B, T, HV, K)] * 2 + [(B, T, HV, V), (B, HV, K, V)], strict=False)
-    )
+    shapes = (B, T, HV, K), (B, T, HV, K), (B, T, HV, V), (B, HV, K, V)
+    q, k, v, state = map(jax.random.normal, keys[:4], shapes)
     g, beta = -jax.random.uniform(keys[4], (B, T, HV)), jax.random.uniform(keys[5], (B, T, HV))
     return (q, k, v, g, beta), state
 
@@ -53,10 +51,8 @@ def loss(function, x):
 @pytest.mark.parametrize(("name", "T"), [("chunk_gated_delta_rule", 70), ("recurrent_gated_delta_rule", 3)])
 def test_beside(name, T):
     """Outputs, states and all gradients."""
-    found = [
-        jax.jit(jax.grad(functools.partial(loss, function), has_aux=True))(inputs(T=T))
-        for function in (getattr(keras_hub, name), THEIRS[name])
-    ]
+    both = lambda function: jax.jit(jax.grad(functools.partial(loss, function), has_aux=True))(inputs(T=T))
+    found = both(getattr(keras_hub, name)), both(THEIRS[name])
     for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
         assert_close("output, state or gradient", ours, np.asarray(theirs, np.float64), 1e-5)
 

@@ -117,11 +117,8 @@ def test_over_devices():
     alone = jax.jit(functools.partial(tpu_inference.fused_conv1d_gdn, kernel_size=W, **sizes))
     for (i, j), part in parts.items():
         (want_conv, want_state), want = alone(**part | {name: x[name] for name in weights})
-        for name, y, ref, axis in (
-            ("conv", conv, want_conv, 2),
-            ("state", state, want_state, 1),
-            ("out", out, want, 1),
-        ):
+        rows = ("conv", conv, want_conv, 2), ("state", state, want_state, 1), ("out", out, want, 1)
+        for name, y, ref, axis in rows:
             own = jnp.split(jnp.split(y, 2)[i], 2, axis=axis)[j]
             assert_close(name, own, np.asarray(ref, np.float64), 1e-6)
 

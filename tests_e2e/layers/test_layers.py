@@ -33,13 +33,8 @@ def compiled(name, implementation):
 # Models whose layer is another's, or is another's but for what the plain implementation shows.
 REPEATED = ("qwen3_5", "qwen3_5_moe", "qwen4_exp, silu", "lara_mini", "glm5_next, lower bound", "glm5_next, softplus")
 REPEATED += ("bamba", "granitemoehybrid", "zamba2", "xlstm, fused")
-SETTINGS = (
-    "olmo_hybrid",
-    "qwen4_exp, sigmoid",
-    "nemotron_h",
-    "bailing_hybrid",
-    *(name for name in MODELS if name.startswith("falcon_h1")),
-)
+SETTINGS = ["olmo_hybrid", "qwen4_exp, sigmoid", "nemotron_h", "bailing_hybrid"]
+SETTINGS += [name for name in MODELS if name.startswith("falcon_h1")]
 implementations = pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
 # What "staged" promises where a chunk holds weak and strong gates at once: see docs/using.md.
 STAGED = 5e-5

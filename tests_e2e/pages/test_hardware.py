@@ -33,11 +33,8 @@ def test_what_does_not_fit():
     schema = report.read_schema()
     about = report.gather(small=True) | {"check": [], "times": []}
     jsonschema.validate(about, schema)
-    for wrong in (
-        about | {"owner": "me"},
-        {name: about[name] for name in about if name != "host"},
-        about | {"schema": report.SCHEMA + 1},
-    ):
+    few = {name: about[name] for name in about if name != "host"}
+    for wrong in (about | {"owner": "me"}, few, about | {"schema": report.SCHEMA + 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
 

@@ -31,10 +31,8 @@ REPEATS = """
     packing prompts serving serving-layers serving-pools stages tokens-over-devices tutorial two-keys
 """.split()  # noqa: SIM905
 # The session `build` runs the page of the pipeline.
-LONG = [
-    *(ROOT / f"packages/{name}/README.md" for name in ("layers", "pipeline")),
-    *(ROOT / f"docs/{name}.md" for name in REPEATS),
-]
+LONG = [ROOT / f"packages/{name}/README.md" for name in ("layers", "pipeline")]
+LONG += [ROOT / f"docs/{name}.md" for name in REPEATS]
 THOROUGH = dict(test_python=lambda page: page in LONG)
 NEEDS_TORCH = re.compile(r"^(?:import|from) torch\b|transformers|\btorch\.(?:\w+\(|autograd)", re.MULTILINE)
 ALL_AFTER_TORCH = ("fine-tuning",)
@@ -83,15 +81,13 @@ def without_libraries(monkeypatch, code: str) -> bool:
     """Return whether a block can run: libraries of ELSEWHERE get a stand-in, and a block that uses torch needs it."""
     for module in re.findall(r"^from ((?:fla|vllm|tokamax)\.[\w.]+)", code, re.MULTILINE):
         stand_in(monkeypatch, module)
-    return not NEEDS_TORCH.search(code) or (
-        importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
-    )
+    return not NEEDS_TORCH.search(code) or all(map(importlib.util.find_spec, ("torch", "transformers")))
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks_of(page)) for page in [*PAGES, *PACKAGE_PAGES]],
-)
+MARKED = [pytest.param(x, id=str(x.relative_to(ROOT)), marks=marks_of(x)) for x in [*PAGES, *PACKAGE_PAGES]]
+
+
+@pytest.mark.parametrize("page", MARKED)
 def test_python(page, monkeypatch):
     text = page.read_text()
     if "tpu.compile_for" in text and not tpu.has_libtpu():
@@ -153,14 +149,11 @@ def test_counts_of_tests_of_other_projects():
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/hosts.md"))
     engine, other = re.search(r"all (\d+) of tpu-inference, all (\d+) of SGLang-JAX", readme).groups()
     assert re.search(rf"ships {engine} cases of tests of this kernel, and all {engine} pass", page)
-    assert re.search(
-        rf"The {other} cases of tests of the three backends in its\s+repository .* pass on a CPU with ours in place",
-        page,
-    )
+    backends = rf"The {other} cases of tests of the three backends in its\s+repository"
+    assert re.search(rf"{backends} .* pass on a CPU with ours in place", page)
     more = int(re.search(r"\[(\d+) of five more\]", readme)[1])
-    counts = re.findall(
-        r"^\| \S+ \S+ \| (\d+) of (\d+) \|", (ROOT / "docs/production-cases.md").read_text(), re.MULTILINE
-    )
+    cases = (ROOT / "docs/production-cases.md").read_text()
+    counts = re.findall(r"^\| \S+ \S+ \| (\d+) of (\d+) \|", cases, re.MULTILINE)
     assert len(counts) == 7
     assert sum(int(passed) for passed, _ in counts) == int(engine) + int(other) + more
     assert all(passed == tests for passed, tests in counts)
@@ -259,14 +252,14 @@ def test_links(page):
             assert not heading or heading in anchors(other), target
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "CONTRIBUTING.md", *(ROOT / "docs/maintain").glob("*.md")], ids=lambda page: page.name
-)
+MAINTAIN = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs/maintain").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", MAINTAIN, ids=lambda page: page.name)
 def test_paths(page):
     """The files and folders that pages for maintainers name by their path from the root exist."""
-    for path in re.findall(
-        r"`((?:packages|shared|tests(?:_e2e)?|benchmarks|docs|release)/[\w./-]+)`", page.read_text()
-    ):
+    named = r"`((?:packages|shared|tests(?:_e2e)?|benchmarks|docs|release)/[\w./-]+)`"
+    for path in re.findall(named, page.read_text()):
         assert (ROOT / path).exists() or (ROOT / "shared/src/chunkwise" / path).exists(), path
 
 

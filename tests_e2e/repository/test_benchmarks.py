@@ -27,13 +27,9 @@ THOROUGH = dict(
 )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--case", "small", "--backward"], ["--case", "packed", "--dtype", "bfloat16"]],
-    ids=["backward", "packed"],
-)
+@pytest.mark.parametrize("arguments", ["small --backward", "packed --dtype bfloat16"])
 def test_time(run, arguments, capsys):
-    code, rows = run("time", *arguments, "--repeats", "1")
+    code, rows = run("time", "--case", *arguments.split(), "--repeats", "1")
     assert code == 0
     assert capsys.readouterr().out.isascii()
     assert [row["implementation"] for row in rows if row["implementation"] != "transformers"] == ["xla", "scan"]
@@ -84,10 +80,8 @@ def test_mixer(operator, activation):
     """In plain JAX; the other implementations are those of the parts, which have tests."""
     mixer = small_mixer(operator, activation=activation)
     rng = np.random.default_rng(0)
-    x = {
-        name: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
-        for name, y in mixer.specs(mixer.T, jnp.float32).items()
-    }
+    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
+    x = {name: draw(y) for name, y in mixer.specs(mixer.T, jnp.float32).items()}
     o = jax.jit(mixer.function("xla"))(x, None)["o"]
     exact = {name: np.asarray(y, np.float64) for name, y in x.items()}
     heads = dict(q=mixer.H, k=mixer.H, v=mixer.HV)
@@ -159,9 +153,8 @@ def test_forms_of_the_inverse():
 def test_rows_of_an_earlier_result_are_kept(run, tmp_path, monkeypatch):
     """Those that the run has no newer ones of, if the result is of the same command."""
     errors = itertools.count(1.0)
-    monkeypatch.setattr(
-        "benchmarks.accuracy.measure", lambda operator, *_: [{"operator": operator, "error": next(errors)}]
-    )
+    measure = lambda operator, *_: [{"operator": operator, "error": next(errors)}]
+    monkeypatch.setattr("benchmarks.accuracy.measure", measure)
     found = lambda *arguments: [tuple(row.values()) for row in run("accuracy", "gate", "--operator", *arguments)[1]]
     assert found("simple_gla") == [("simple_gla", 1.0)]
     assert found("kda", "--keep") == [("simple_gla", 1.0), ("kda", 2.0)]

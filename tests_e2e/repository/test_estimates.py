@@ -87,9 +87,8 @@ def test_bytes_of_launches():
 def test_regions_that_a_layer_runs():
     """The second path of a gate for every channel is not taken; a branch around a loop runs as often as the grid."""
     regions = lambda *bundles: Loop(10, 0, 5, [Region(0, 9, n) for n in bundles])
-    kda, delta, gla = (
-        turns_of(Layer(name, H=4, HV=4, T=256)) for name in ("kda", "gated_delta_rule", "simple_gla")
-    )  # fmt: skip
+    of = lambda name: turns_of(Layer(name, H=4, HV=4, T=256))
+    kda, delta, gla = map(of, ("kda", "gated_delta_rule", "simple_gla"))
     # A loop has two turns more than steps.
     assert kda("chunk_kda_fwd_c64.1", regions(3000)) == (8, [0])
     assert kda("chunk_kda_summary_c64.2", regions(3000)) == (8, [0])
@@ -246,18 +245,12 @@ GATHERED = "f32[4,32]{1,0:T(8,128)S(1)}"
     [
         (f"%a.1 = {GATHERED} all-gather(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}", ("all-gather", 384)),
         ("%a = f32[8]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}", ("all-gather", 16)),
-        (
-            "%a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=1, replica_groups=[1,4]<=[4]",
-            ("all-gather", 24),
-        ),
+        ("%a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4]", ("all-gather", 24)),
         ("ROOT %r = bf16[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add", ("all-reduce", 16)),
         ("%r = (f32[8]{0}, f32[4]{0}) all-reduce-start(%x, %y), replica_groups={}", ("all-reduce", 72)),
         ("%s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}", ("reduce-scatter", 24)),
         ("%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}", ("collective-permute", 32)),
-        (
-            "%p = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%x)",
-            ("collective-permute", 32),
-        ),
+        ("%p = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}, u32[]) collective-permute-start(%x)", ("collective-permute", 32)),
         ("%d = f32[8]{0} all-gather-done(%a)", None),
         ("%f = f32[8]{0} fusion(%all-gather.1), kind=kLoop", None),
     ],
@@ -288,10 +281,7 @@ def test_bytes_of_scans_and_of_ring_attention():
 
 @pytest.mark.tpu
 @pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize(
-    "operator",
-    ["gated_delta_rule", "kda", "simple_gla"],
-)
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "kda", "simple_gla"])
 def test_tpu_estimate_of_a_step(operator):
     """Both kernels of one program, whose regions are as many as those counted."""
     row = estimate(Layer(operator, H=2, HV=4), Mixture(9, prefills=(70,)), "v6e", timeout=300)
@@ -332,11 +322,9 @@ def test_peers_on_tpus():
 
 def test_a_fit_finds_the_numbers_that_made_the_times():
     call, factor, step = 0.2, 1.5, 0.4
-    rows = [
-        dict(bundles=900 * (n + 1), grid_steps=7 * n * n + 1, around_cycles=100 * (n + 1), chip="v6e", blocking=n > 3)
-        for n in range(6)
-    ]
+    rows = [dict(bundles=900 * n, around_cycles=100 * n, chip="v6e", blocking=n > 4) for n in range(1, 7)]
     for n, row in enumerate(rows):
+        row["grid_steps"] = 7 * n * n + 1
         row["published_ms"] = call * (n > 3) + factor * 1000 * (n + 1) / 1.75e6 + step * row["grid_steps"] / 1e3
     found = calibrate.fit(rows)
     assert found[:3] == pytest.approx((call, factor, step))
@@ -349,9 +337,8 @@ def test_the_formula_is_the_fit():
     found = calibrate.fit(inside)
     rounded = (times.CALL_MS, times.FACTOR, times.STEP_US)
     assert rounded == tuple(round(x, 2) for x in found[:3])
-    assert (
-        round(found.spread, 3), tuple(round(float(x), 2) for x in (found.ratios.min(), found.ratios.max()))
-    ) == (times.SPREAD, times.WORST)  # fmt: skip
+    assert round(found.spread, 3) == times.SPREAD
+    assert tuple(round(float(x), 2) for x in (found.ratios.min(), found.ratios.max())) == times.WORST
     for name in ("tpu-layers", "tpu-kda"):
         for row in tables.rows_of(name):
             # A program with one launch moves its own bytes alone.

@@ -11,6 +11,7 @@ from tests import alone_suite
 
 NEEDS = packages.needs_of_tests()
 ABOVE = ["packages/command", "packages/integrations", "packages/layers"]
+OF_KDA = [f"packages/{name}" for name in ("dplr", "kda", "pipeline", "two_keys")]
 KERNELS = [name for name in packages.FOLDERS if name != "shared" and "pipeline" not in packages.needed(name)]
 # The sessions `solo` do the same where nothing else is installed.
 THOROUGH = dict(test_every_argument_works_alone=True)
@@ -42,13 +43,8 @@ def test_modules_of_others_with_the_names_of_our_folders(tmp_path):
         (["docs/kda.md", "README.md", "tests_e2e/mesh/meshes.py", "examples/train.py"], []),
         (["packages/integrations/tests/test_engines.py", "docs/kda.md"], ["packages/integrations"]),
         (["packages/pipeline/README.md"], [*ABOVE, "packages/pipeline", "tests_e2e/simulated"]),
-        (
-            ["packages/kda/src/chunkwise/kda/tile.py"],
-            # In the order of their names.
-            sorted(
-                [*ABOVE, *(f"packages/{x}" for x in ("dplr", "kda", "pipeline", "two_keys")), "tests_e2e/simulated"]
-            ),
-        ),
+        # In the order of their names.
+        (["packages/kda/src/chunkwise/kda/tile.py"], sorted([*ABOVE, *OF_KDA, "tests_e2e/simulated"])),
         (["tests_e2e/simulated/test_tier.py"], ["tests_e2e/simulated"]),
         (["packages/kda/README.md", "conftest.py"], list(NEEDS)),
         (["shared/src/chunkwise/shared/compat.py"], list(NEEDS)),

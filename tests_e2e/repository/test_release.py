@@ -37,14 +37,10 @@ def test_an_address_reaches_every_copy(name):
 
 
 def test_links_of_a_release():
-    about, page = (
-        metadata.read()._replace(repository="https://localhost/repository"),
-        "[a](../../docs/kda.md#x) [b](#y)",
-    )
+    about, page = metadata.read()._replace(repository="https://localhost/x"), "[a](../../docs/kda.md#x) [b](#y)"
     assert metadata.with_addresses(page, "packages/kda", about._replace(repository="")) == page
-    assert metadata.with_addresses(page, "packages/kda", about) == (
-        f"[a](https://localhost/repository/blob/v{about.version}/docs/kda.md#x) [b](#y)"
-    )
+    expected = f"[a](https://localhost/x/blob/v{about.version}/docs/kda.md#x) [b](#y)"
+    assert metadata.with_addresses(page, "packages/kda", about) == expected
 
 
 def test_requirements_agree():
@@ -100,16 +96,14 @@ def test_the_lock_has_all_that_sessions_install(group):
 
 
 def test_what_the_lock_has_no_hashes_of_has_one_version():
-    wanted = [
-        line for group in GROUPS.values() for line in group if isinstance(line, str) and not locks.is_hashed(line)
-    ]
+    lines = [line for group in GROUPS.values() for line in group if isinstance(line, str)]
+    wanted = [line for line in lines if not locks.is_hashed(line)]
     assert [re.match(r"[\w.-]+==[\d.]+", line)[0].partition("==")[0] for line in wanted] == [*locks.UNHASHED]
 
 
 def test_groups_of_the_lock():
-    found = (
-        "a==1 ; python_version < '3' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\nb==2 \\\n    --hash=sha256:cc\n"
-    )
+    found = "a==1 ; python_version < '3' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
+    found += "b==2 \\\n    --hash=sha256:cc\n"
     text = locks.with_groups(found, {"x": "a==1\nb==2\n", "y": "b==2\n"})
     entries = [
         locks.Entry("a==1 ; python_version < '3'", ("sha256:aa", "sha256:bb"), ("x",)),
