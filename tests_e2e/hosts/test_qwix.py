@@ -71,8 +71,8 @@ def by_linear(module, change, rule):
 CASES = [(kind, "int8 times int8") for kind in CONFIGS] + [(KimiDeltaAttention, rule) for rule in RULES]
 
 
-def new(kind, dtype=jnp.float32):
-    return kind(CONFIGS[kind], rngs=nnx.Rngs(0), param_dtype=dtype)
+def new(kind):
+    return kind(CONFIGS[kind], rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(("kind", "rule"), CASES)

@@ -75,7 +75,7 @@ def quantize(named: dict, names, kind="float8_e4m3fn", way="blocks", block=(32, 
     return coded, plain
 
 
-def save(directory, named: dict, config: dict | None = None, file="model.safetensors"):
+def save(directory, named: dict, config: dict | None = None):
     """Write a file of the format safetensors, as its description has it."""
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, x in named.items():
@@ -84,7 +84,7 @@ def save(directory, named: dict, config: dict | None = None, file="model.safeten
         header[name] = dict(dtype=NAMES[str(x.dtype)], shape=list(x.shape), data_offsets=offsets)
         data += part
     text = json.dumps(header).encode()
-    (directory / file).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     if config is not None:
         (directory / "config.json").write_text(json.dumps(config))
 

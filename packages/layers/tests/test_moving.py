@@ -18,10 +18,10 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-def filled(config, n=2, dtype="bfloat16") -> layers.Cache:
+def filled(config) -> layers.Cache:
     """Return a cache in which no number is like another one."""
     draw = np.random.default_rng(0).standard_normal
-    return jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), layers.empty_cache(config, n, jnp.dtype(dtype)))
+    return jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), layers.empty_cache(config, 2, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)

@@ -43,9 +43,9 @@ CASES = [(name, model) for name, models in LAYERS.items() for model in models]
 QWEN = "model.layers.0.linear_attn."
 
 
-def random_weights(name, config, dtype="bfloat16"):
+def random_weights(name, config):
     """Weights in which no two numbers of an array are alike, biases and norms included."""
-    weights = jax.eval_shape(lambda: getattr(layers, f"init_{name}")(jax.random.key(0), config, dtype))
+    weights = jax.eval_shape(lambda: getattr(layers, f"init_{name}")(jax.random.key(0), config, jnp.bfloat16))
     draw = np.random.default_rng(0).standard_normal
     return jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), weights)
 

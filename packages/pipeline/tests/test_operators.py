@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_simple_gla
-from chunkwise.pipeline.operators import CHUNKED, RECURRENT, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, operator_inputs
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -28,11 +28,6 @@ THOROUGH = dict(
 named = functools.partial(pytest.mark.parametrize, "operator", ids=lambda operator: operator.name)
 
 
-def inputs_of(operator, states, **options):
-    """Return inputs of an operator by argument name."""
-    return operator_inputs(operator, 1, 70, 2, 4, 16, 24, num_states=states, **options)
-
-
 @pytest.mark.parametrize(
     ("operator", "implementation", "packed"),
     [
@@ -45,8 +40,9 @@ def test_outputs_and_gradients(operator, implementation, packed):
     """One program for gates of ordinary strength and for gates that forget everything."""
     options = dict(cu_seqlens=PACKED if packed else None, chunk_size=32, implementation=implementation)
     options |= dict(use_qk_l2norm_in_kernel=True) if operator.delta else {}
+    states = 4 if packed else 1
     for gate in ("logsigmoid", "resets"):
-        inputs = inputs_of(operator, states=4 if packed else 1, gate=gate, normalise=False)
+        inputs = operator_inputs(operator, 1, 70, 2, 4, 16, 24, num_states=states, gate=gate, normalise=False)
         assert_recurrence(operator.function, inputs, **options)
 
 
@@ -72,18 +68,6 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
     got = jax.grad(loss)(gamma)
     for head, strength in enumerate(gamma):
         assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize(
-    ("operator", "implementation"),
-    [pytest.param(x, i, id=f"{x.name}-{i}") for x in RECURRENT for i in (None, *x.implementations)],
-)
-def test_recurrent(operator, implementation):
-    # Two tokens are what the kernel is for, and quick to interpret.
-    T = 2 if implementation == "fused" else 70
-    inputs = inputs_of(operator, states=1)
-    inputs = {n: y if n in ("initial_state", "g_gamma") else y[:, :T] for n, y in inputs.items()}
-    assert_recurrence(operator.function, inputs, gradients=False, implementation=implementation)
 
 
 @named(CHUNKED)
