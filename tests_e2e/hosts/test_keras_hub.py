@@ -57,29 +57,6 @@ def test_beside(name, T):
         assert_close("output, state or gradient", ours, np.asarray(theirs, np.float64), 1e-5)
 
 
-def state_after(T: int) -> np.ndarray:
-    """Return the state of a layer after ten tokens, which T - 10 tokens of padding follow."""
-    keras.utils.set_random_seed(0)
-    layer = seam.Qwen3_5GatedDeltaNet(64, 2, 4, 16, 16, dtype="float32")
-    x = jax.random.normal(jax.random.key(0), (1, T, 64))
-    mask = (np.arange(T) < 10)[None].astype("int32")
-    cache = jnp.zeros((1, 128, 3)), jnp.zeros((1, 4, 16, 16))
-    return np.asarray(layer(x, attention_mask=mask, cache=cache)[1][1])
-
-
-def test_padding_leaves_the_state():
-    """keras-hub's own state decays in padding until nothing is left of it."""
-    states = {}
-    for ours in (False, True):
-        with in_place(ours):
-            alone, padded = state_after(10), state_after(64)
-        states[ours] = np.linalg.norm(alone), np.linalg.norm(padded)
-        if ours:
-            np.testing.assert_allclose(padded, alone, atol=1e-6)
-    print(f"\nnorms of states, of ten tokens and with padding: {states}")
-    assert states[False][1] < 1e-6 < 0.1 < states[False][0]
-
-
 def test_padding_of_one_token():
     """A row of a decode whose token is padding keeps its state."""
     x, state = inputs(T=1)

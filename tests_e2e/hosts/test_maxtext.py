@@ -167,6 +167,7 @@ def test_the_layer_keeps_documents_apart():
         put_back()
     assert cache is None
     assert_close("the second document", packed[:, 30:80], alone, 1e-5)
+    assert not np.asarray(packed)[:, 80:].any()
     difference = error(theirs(x, decoder_segment_ids=ids)[0][:, 30:80], alone)
     print(f"\nthe second document differs by {difference:.0%} in MaxText's layer")
     assert difference > 0.01
