@@ -212,7 +212,7 @@ def _check_fits(name: str, x, division: Division) -> None:
         )
 
 
-def place(x, spec: PartitionSpec, mesh):
+def place(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
     """Return an argument with this sharding along explicit axes; devices drop parts, and nothing is communicated."""
     if isinstance(x, interleaved.Interleaved):
         return x.map(lambda y: place(y, spec, mesh))
