@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.operator import Operator
-from chunkwise.shared.testing import inputs
-from tests import pool_suite
+from chunkwise.shared.testing import compare, inputs
+from tests import poison, pool_suite, segment_suite
 from tests.recurrence import assert_recurrence
 from tests.traced import launches
 
@@ -50,6 +50,32 @@ class Kernel(NamedTuple):
         for found, expected in zip(self.run(2, **spoilt), self.run(2, **x), strict=True):
             np.testing.assert_array_equal(found[1:], expected[1:])
             assert np.isnan(found[0]).any()
+
+    def over_segments(self, x, segment_ids) -> dict[str, jax.Array]:
+        """Return o and final_state of rows of segments by name, with two chunks of 16 in a grid step."""
+        o, state = self.operator(
+            **x, segment_ids=segment_ids, output_final_state=True, chunk_size=16, implementation="fused",
+            config=self.config(2),
+        )  # fmt: skip
+        return dict(o=o, final_state=state)
+
+    def assert_segments(self, x) -> None:
+        """Compare segments in rows of 130 tokens with the float64 recurrence, with NaN in their padding.
+
+        Every chunk of the first row has several segments, the second row is one, and the last grid step has a chunk
+        past the end of both.
+        """
+        ids = segment_suite.random_segment_ids(3, (2, 130))
+        ids[1] = 0
+        gradients = compare.with_gradients(self.over_segments)
+        for name, count, _, _ in launches(gradients, x, ids, jax.eval_shape(self.over_segments, x, ids)):
+            assert count == 2 * (5 + self.more[name.split("_")[-2]])
+        segment_suite.assert_segments(self.over_segments, x, ids)
+
+    def assert_segments_are_isolated(self, x) -> None:
+        """The state passes from one segment to the next within a grid step, but no NaN does."""
+        ids = np.repeat([[0, 1, 2, -1, 3]], [20, 3, 50, 7, 50], axis=1).astype(np.int32)
+        poison.assert_isolated(self.over_segments, x, segment_ids=ids)
 
     def assert_packed(self, x) -> None:
         """Compare pieces of two chunks with the float64 recurrence; a sequence ends within a piece, another is empty.

@@ -11,6 +11,7 @@ from tests import pool_suite, several_chunks_suite
 from tests.recurrence import assert_recurrence
 from tests.traced import launches
 
+THOROUGH = dict(test_segments_are_isolated=True)
 MORE = dict(fwd=2, states=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Config(2, 2, chunks), MORE)
 
@@ -46,6 +47,14 @@ def test_chunks_in_turn(dtype):
 
 def test_rows_are_isolated():
     KERNEL.assert_rows_are_isolated(make_inputs(3, 130, 1, 2, 24, 40))
+
+
+def test_segments():
+    KERNEL.assert_segments(make_inputs(2, 130, 1, 2, 24, 40, num_states=2))
+
+
+def test_segments_are_isolated():
+    KERNEL.assert_segments_are_isolated(make_inputs(1, 130, 1, 2, 24, 40, num_states=1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

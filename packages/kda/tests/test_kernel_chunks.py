@@ -8,6 +8,7 @@ from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.testing.inputs import make_inputs
 from tests import pool_suite, several_chunks_suite
 
+THOROUGH = dict(test_segments_are_isolated=True)
 MORE = dict(fwd=1, summary=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_kda, lambda chunks: Config(2, 2, chunks, chunks), MORE)
 
@@ -28,6 +29,14 @@ def test_values_and_gradients(dtype, sizes, more):
 
 def test_rows_are_isolated():
     KERNEL.assert_rows_are_isolated(make_inputs(3, 130, 1, 2, 24, 40, per_channel=True))
+
+
+def test_segments():
+    KERNEL.assert_segments(make_inputs(2, 130, 1, 2, 24, 40, num_states=2, per_channel=True))
+
+
+def test_segments_are_isolated():
+    KERNEL.assert_segments_are_isolated(make_inputs(1, 130, 1, 2, 24, 40, num_states=1, per_channel=True))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

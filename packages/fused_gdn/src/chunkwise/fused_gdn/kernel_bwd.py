@@ -50,17 +50,18 @@ def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         refs,
         functools.partial(_grid_step, static=static, s=s),
         static,
-        not_finite=lambda: _not_finite(refs, s),
+        not_finite=lambda: not_finite(refs, s),
         # After a product, whole columns of a gradient are not finite, so its first rows show it.
         part=slice(0, 8) if refs.dht is None else slice(None),
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),
     )
 
 
-def _not_finite(refs: GdnBwdRefs, s: tile.Heads) -> jax.Array:
-    """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
-    values = (layout.load_heads(ref, s.V) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
-    return jnp.maximum(loads.tokens_not_finite(refs, s, refs.q, refs.k), nonfinite.rows_not_finite(*values))
+def not_finite(refs: GdnBwdRefs, s: tile.Heads, at: slice = slice(None)) -> jax.Array:
+    """Return which rows of the chunk, which has the rows `at` of the blocks, are not finite, float32 [1, C, 1]."""
+    values = (layout.load_heads(ref, s.V, at=at) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
+    tokens = loads.tokens_not_finite(refs, s, refs.q, refs.k, at=at)
+    return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
 
 
 def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
@@ -85,14 +86,17 @@ def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
         refs.dstate[...] = dS
         if of_rounding is not None:
             gradients[-1] = gradients[-1] * of_rounding
-        store(refs, gradients, valid, masks, static, s)
+        store(refs, gradients, chunk, static, s)
 
 
-def store(
-    refs: GdnBwdRefs, gradients, valid, masks, static: FusedStatic, s: tile.Heads, at: slice = slice(None)
-) -> None:
-    """Store the gradients of tokens that `tile_bwd.token_gradients` returns, in the rows `at` of the blocks."""
-    dq, dk, dv, later, earlier, crossing, dbeta = gradients
+def store(refs: GdnBwdRefs, gradients, chunk: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
+    """Store the gradients of the tokens of a chunk that `tile_bwd.token_gradients` returns."""
+    (dq, dk, dv, later, earlier, crossing, dbeta), valid, masks, at = (
+        gradients,
+        chunk.valid,
+        chunk.masks,
+        chunk.rows(s.C),
+    )
     if static.normalise:
         dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid, at=at), dq)
         dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid, at=at), dk)

@@ -3,10 +3,9 @@
 The chain from the gradient of the state after a chunk to the gradient of the state before it has three products that
 wait for one another. What needs no state, and the gradients of the tokens of chunks that are through, stand between
 them. Both are computed for a group of chunks at once, as if they were more heads.
-
-Every row of the batch is one sequence here.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,28 +48,41 @@ class Group(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static, static.config.chunks) > 1
+    return _in_spans(static).chunks > 1
+
+
+def _in_spans(static: FusedStatic) -> FusedStatic:
+    """Return the description of a launch whose spans may have several chunks, as pieces have already."""
+    return static if static.varlen else static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks))
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    return kernel_bwd.plan(
-        x, static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks)), outputs, _kernel
-    )
+    static = _in_spans(static)
+    return kernel_bwd.plan(x.in_spans_of(static), static, outputs, _kernel)
 
 
 def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through the chunks of a grid step."""
-    if refs.dh0 is not None:
-        # The block of the output stays in fast memory until the next row begins.
-        refs = refs._replace(dstate=refs.dh0)
-    span = chunk_loop.current_span_backwards(None, static)
-    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(span))
-    chunks = chunk_loop.chunks_of(span, static)
+    results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
+    chunk_loop.run_backward_chunks(
+        refs,
+        functools.partial(_grid_step, static=static, s=s),
+        static,
+        not_finite=lambda x: kernel_bwd.not_finite(refs, s, x.rows(s.C)),
+        results=lambda i: [x.at[i * s.C : (i + 1) * s.C] for x in results if x is not None],
+    )
+
+
+def _grid_step(
+    refs: kernel_bwd.GdnBwdRefs, chunks: list[chunk_loop.StageChunk], static: FusedStatic, s: tile.Heads
+) -> list[chunk_loop.StageChunk]:
+    """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
     loaded = [loads.load_chunk(refs, chunk.valid, s, static, chunk.rows(s.C)) for chunk in chunks]
     g, beta = (jnp.concatenate([x[i] for x in loaded], axis=1) for i in (2, 3))
-    gates = tile.gate_sums(g, beta, s.over(static.chunks), refs.k.dtype != jnp.bfloat16, None)
-    size, groups = max(1, GROUP // s.heads), []
+    gates = tile.gate_sums_of(g, beta, s, refs.k.dtype != jnp.bfloat16, [x.masks for x in chunks])
+    # Every chunk has masks of its own.
+    size, groups = max(1, GROUP // s.heads) if chunks[0].masks is None else 1, []
 
     def prepare() -> Iterator[None]:
         for first in reversed(range(0, static.chunks, size)):
@@ -81,7 +93,7 @@ def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) 
     def pass_chunks() -> Iterator[None]:
         for group in groups:
             for i in reversed(range(len(group.chunks))):
-                yield from _pass_chunk(refs, group, s.in_chunk(i, s), static)
+                yield from _pass_chunk(refs, group, i, s.in_chunk(i, s), static)
 
     def finish() -> Iterator[None]:
         for group in groups:
@@ -93,14 +105,15 @@ def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) 
     schedule.interleave("m" + "pmf" * (3 * static.chunks), **stages)
     for _ in stages["f"]:
         pass
+    return [x for group in groups for x in group.chunks]
 
 
 def _prepare(refs, chunks: list[chunk_loop.StageChunk], loaded, gates: tile.Gates, static, s: tile.Heads) -> Group:
     """Return a group of chunks with what needs no state."""
     heads = s.in_chunk(chunks[0].index, s).over(len(chunks))
     q, k = (jnp.concatenate([x[i] for x in loaded]) for i in (0, 1))
-    gate = tile.pack_gates(gates, heads)
-    pairs, *decays = tile.boundary_decays(gate, heads, None)
+    gate = tile.pack_gates(gates if chunks[0].masks is None else tile.of_one_chunk(gates, heads), heads)
+    pairs, *decays = tile.boundary_decays(gate, heads, chunks[0].masks)
     scores = tile.scores([k, q], k, gate, pairs, heads)
     A_inv, do = chunk_loop.load_each(refs.A_inv, chunks), _load_tokens(chunks, refs.do, s)
     return Group(chunks, heads._replace(first=0, first_key=0), q, k, do, A_inv, gate, decays, scores, [])
@@ -111,15 +124,20 @@ def _load_tokens(chunks: list[chunk_loop.StageChunk], ref, s: tile.Heads) -> jax
     return jnp.concatenate([layout.load_heads(ref, s.V, valid=x.valid, at=x.rows(s.C)) for x in chunks])
 
 
-def _pass_chunk(refs, group: Group, part: tile.Heads, static: FusedStatic) -> Iterator[None]:
-    """Take the gradient of the state back through a chunk, whose heads in the group are `part`."""
-    dS, values, packs = refs.dstate[...], part.values_at, part.packs_at
+def _pass_chunk(refs, group: Group, i: int, part: tile.Heads, static: FusedStatic) -> Iterator[None]:
+    """Take the gradient of the state back through chunk i of a group, whose heads in the group are `part`."""
+    # After a product, whole columns of a gradient are not finite, so its first rows show it.
+    last = group.chunks[i].index == static.chunks - 1
+    search = slice(0, 8) if refs.dht is None or not last else slice(None)
+    chunk, dS = group.chunks[i].take(refs.dstate[...], group.chunks[i].ending, search)
+    values, packs = part.values_at, part.packs_at
     q, k, do = group.q[part.keys_at], group.k[part.keys_at], group.do[values]
     start, end, beta = (tile.head_columns(x[packs], part, part.V) for x in (*group.decays, group.gate.beta))
     _, QK, D = (x[packs] for x in group.scores)
     of_values = yield from tile_bwd.back_to_values(k, QK, D, group.A_inv[packs], do, dS, static.scale, end, beta, part)
     yield
-    refs.dstate[...] = tile_bwd.back_to_state(q, k, do, of_values[-1], dS, static.scale, start, part)
+    before = tile_bwd.back_to_state(q, k, do, of_values[-1], dS, static.scale, start, part)
+    refs.dstate[...], group.chunks[i] = chunk.give(before, chunk.carried), chunk
     group.passed.insert(0, (dS, *of_values))
     yield
 
@@ -137,5 +155,5 @@ def _finish(refs, group: Group, of_rounding: list, static: FusedStatic, s: tile.
         *of_gates, dbeta = (x[:, part.values_at] for x in gradients[3:])
         if of_rounding[chunk.index] is not None:
             dbeta = dbeta * of_rounding[chunk.index]
-        kernel_bwd.store(refs, (dq, dk, dv, *of_gates, dbeta), chunk.valid, None, static, s, chunk.rows(s.C))
+        kernel_bwd.store(refs, (dq, dk, dv, *of_gates, dbeta), chunk, static, s)
     yield

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
-from chunkwise.shared.kernels import chunk_loop, interleaved, inverse, layout, matmul, packed, schedule
+from chunkwise.shared.kernels import chunk_loop, interleaved, inverse, layout, matmul, nonfinite, packed, schedule
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 
 # Heads of all chunks together that are prepared, inverted and finished at a time, and of a chunk that pass the state.
@@ -53,6 +53,8 @@ class GdnChunksRefs(NamedTuple):
     unread_q: jax.Ref  # an operand that is not read
     unread_v: jax.Ref  # an operand that is not read
     initial_state: jax.Ref  # [heads, K, V]
+    owner: jax.Ref  # int32 [chunks, 1, p C] of the first stage
+    owner_prev: jax.Ref  # int32 [chunks, 1, p C] of the third stage
     pool: jax.Ref  # [heads, K, V], not padded
     A_inv: jax.Ref  # [chunks, packs of a chunk, C, p C] of the first stage
     o: jax.Ref  # [rows, heads V] of the third stage
@@ -76,18 +78,29 @@ class GdnChunksRefs(NamedTuple):
     keys_prev: jax.Ref  # as keys
     queries_prev: jax.Ref  # as queries
     left: jax.Ref  # parts of L, [n, rows of L, parts p C]
+    # For all stages but the last, float32 [stages, chunks, C, 1], rows of k, g and beta that are not finite.
+    nonfinite_rows: jax.Ref
 
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return x.owner is None and static.in_long_spans().chunks > 1
+    return static.in_long_spans().chunks > 1
 
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
     stages = 1 + (refs.A_inv is None) + (refs.left is not None)
     body = functools.partial(_grid_step, static=static, s=s)
-    chunk_loop.run_forward_chunks(refs, body, static, stages=stages, transposed=False)
+    values = lambda x: layout.load_heads(refs.v, s.V, at=x.rows(s.C))
+    chunk_loop.run_forward_chunks(
+        refs,
+        body,
+        static,
+        stages=stages,
+        transposed=False,
+        tokens_not_finite=lambda x: loads.tokens_not_finite(refs, s, refs.k, at=x.rows(s.C)),
+        values_not_finite=lambda x: nonfinite.rows_not_finite(values(x)),
+    )
 
 
 def _grid_step(
@@ -98,8 +111,12 @@ def _grid_step(
     chunks, *_, prev = of_stages
     q, k, g, beta = _load_chunks(refs, chunks, s, static)
     every, staged, inverses, lefts = s.over(static.chunks), {}, {}, {}
-    parts = every.split(2 * s.heads if s.heads <= FEW else PREPARED)
-    stages: dict[str, Iterator] = dict(m=_prepare(refs, q, k, g, beta, every, parts, static, staged))
+    if chunks[0].masks is None:
+        parts = every.split(2 * s.heads if s.heads <= FEW else PREPARED)
+    else:
+        # Every chunk has masks of its own.
+        parts = [part for x in chunks for part in s.in_chunk(x.index, s).split(PREPARED)]
+    stages: dict[str, Iterator] = dict(m=_prepare(refs, q, k, g, beta, chunks, s, parts, static, staged))
     # Between two products of the inverse, or of the state, there is other work.
     n, order = len(parts), "xm"
     if passes:
@@ -139,13 +156,16 @@ def _load_chunks(refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], s: ti
 
 
 def _prepare(
-    refs: GdnChunksRefs, q, k, g, beta, every: tile.Heads, parts: list[tile.Heads], static: FusedStatic, staged: dict
-) -> Iterator[None]:
+    refs: GdnChunksRefs, q, k, g, beta, chunks: list[chunk_loop.StageChunk], s: tile.Heads, parts: list[tile.Heads],
+    static: FusedStatic, staged: dict,
+) -> Iterator[None]:  # fmt: skip
     """Add to `staged` what the second stage needs of the heads of all chunks, those of one of the parts at a time."""
-    gates = tile.gate_sums(g, beta, every, k.dtype != jnp.bfloat16, None)
+    gates = tile.gate_sums_of(g, beta, s, k.dtype != jnp.bfloat16, [x.masks for x in chunks])
     yield
     for part in parts:
-        staged[part] = kernel.prepare(refs, q, k, gates, part, None, static)
+        masks = chunks[part.first // s.heads].masks
+        of_part = gates if masks is None else tile.of_one_chunk(gates, part)
+        staged[part] = kernel.prepare(refs, q, k, of_part, part, masks, static)
         yield
 
 
@@ -218,7 +238,9 @@ def _pass_chunks(
         rows, here = chunk.rows(s.C), part.in_chunk(chunk.index, s)
         # Pieces share a chunk, so each stores only its rows, as in `kernel`.
         stored = chunk.valid if static.varlen else None
-        S = _state_before(refs, chunk, part)  # [heads, K, channels]
+        # After a product, whole columns of a state are not finite, so its first rows show it.
+        search = slice(0, 8) if refs.initial_state is None or chunk.index else slice(None)
+        chunk, S = chunk.take(_state_before(refs, chunk, part), chunk.carried, search)  # [heads, K, channels]
         if refs.h is not None:
             refs.h[chunk.index, part.values_at] = S.astype(refs.h.dtype)
         start = tile.head_columns(refs.start_prev[here.packs_at], part, S.shape[2])  # [heads, C, channels]
@@ -230,11 +252,12 @@ def _pass_chunks(
             # The channels of M have no values.
             v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], s.K), jnp.float32)])
         added = packed.multiply_packed(refs.left[here.packs_at], v - start * KS, part.p, refs.k.dtype)
-        refs.state[part.values_at] = start[:, -1:] * S + added[:, -s.K :]
-        if QS is not None:
-            layout.store_heads(refs.o, (static.scale * start) * QS + added[:, : s.C], stored, part.first, rows)
+        refs.state[part.values_at] = chunk.give(start[:, -1:], chunk.ending) * S + added[:, -s.K :]
+        results = [] if QS is None else [(refs.o, (static.scale * start) * QS + added[:, : s.C])]
         if refs.v_new_over_beta is not None:
-            layout.store_heads(refs.v_new_over_beta, added[:, -s.K - s.C : -s.K], None, part.first, rows)
+            results.append((refs.v_new_over_beta, added[:, -s.K - s.C : -s.K]))
+        for ref, x in results:
+            layout.store_heads(ref, chunk.poisoned(x), stored, part.first, rows)
         yield
 
 
@@ -280,7 +303,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
     B, HV, NT, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
     static = static.in_long_spans()
-    chunks = static.chunks
+    x, chunks = x.in_spans_of(static), static.chunks
     slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
     with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
     count = 1 + inverts + passes
@@ -304,6 +327,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         scratch["queries_prev"] = of_keys
     if passes and ("ht" not in outputs or "M" in outputs):
         scratch["state"] = s.heads, s.K, s.V + s.K * ("M" in outputs)
+    if x.owner is not None:
+        scratch["nonfinite_rows"] = max(1, count - 1), chunks, s.C, 1
     estimate = cost.cost if with_output else cost.states_cost
     return dict(
         body=functools.partial(_kernel, static=static, s=s),
@@ -321,6 +346,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "initial_state": (x.initial_state, state),
+            "owner": (x.owner, first.owner(lanes)),
+            "owner_prev": (x.owner, last.owner(lanes)),
             "pool": (x.pool, last.state(*slot)),
             "A_inv": (x.A_inv, first.per_chunk(*inverses)),
         },

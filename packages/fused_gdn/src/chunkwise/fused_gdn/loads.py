@@ -40,7 +40,10 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slic
     return q, k, g, beta * by_head, by_head
 
 
-def tokens_not_finite(refs, s: tile.Heads, *keys) -> jax.Array:
-    """Return which rows of g, beta and of Refs of keys or queries are not finite, float32 [1, C, 1]."""
-    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[...]), refs.beta[...]))
-    return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K) for ref in keys), *gates)
+def tokens_not_finite(refs, s: tile.Heads, *keys, at: slice = slice(None)) -> jax.Array:
+    """Return which rows of g, beta and of Refs of keys or queries are not finite, float32 [1, C, 1].
+
+    The chunk has the rows `at` of the blocks.
+    """
+    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[at]), refs.beta[at]))
+    return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K, at=at) for ref in keys), *gates)

@@ -8,7 +8,7 @@ from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, interleaved, layout, matmul, packed
+from chunkwise.shared.kernels import chunking, interleaved, launcher, layout, matmul, packed
 from chunkwise.shared.kernels.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
@@ -71,13 +71,20 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, heads), 2, 1)
 
 
+def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Run the launch that only takes states through the tokens; segments take one chunk a grid step there."""
+    if x.owner is not None:
+        return launcher.launch(**kernel_map.plan(x, static, outputs))
+    return fused.by_chunks(kernel_chunks, kernel_map)(x, static, outputs)
+
+
 KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
     fused.by_chunks(kernel_chunks, kernel),
     fused.by_chunks(kernel_bwd_chunks, kernel_bwd),
-    fused.by_chunks(kernel_chunks, kernel_map),
+    launch_states,
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),
     precomputed=("A_inv",),

@@ -227,6 +227,35 @@ def gate_sums(g: jax.Array, beta: jax.Array, s: Heads, exact: bool, masks: layou
     return Gates(G, [x[:, : s.p * s.C] for x in G_rows], beta, beta_rows[:, s.p * s.C :])
 
 
+def gate_sums_of(g: jax.Array, beta: jax.Array, s: Heads, exact: bool, masks: list) -> Gates:
+    """Return `gate_sums` of the chunks with these masks, whose heads lie side by side in g and beta [C, chunks heads].
+
+    Without masks, one product serves them all. With masks, one product turns the sums of all chunks into rows.
+    """
+    if masks[0] is None:
+        return gate_sums(g, beta, s.over(len(masks)), exact, None)
+    i, j = (x[0] for x in packed_index(s))  # [C, p C]
+    earlier = [x.same[0, :, : s.C] & (i >= j)[:, : s.C] for x in masks]
+    g = g * tiles.LOG2_E
+    each = [
+        [x[:, n * s.heads : (n + 1) * s.heads] for n in range(len(masks))] for x in (split_gate(g) if exact else (g,))
+    ]
+    G = [jnp.concatenate([select_from(y, z) for y, z in zip(earlier, x, strict=True)], axis=1) for x in each]
+    rows = select_rows(jnp.concatenate([*G, beta], axis=1), i == j)  # [(terms + 1) chunks heads, p C]
+    *G_rows, beta_rows = [rows[n : n + g.shape[1]] for n in range(0, rows.shape[0], g.shape[1])]
+    return Gates(G, G_rows, beta, beta_rows)
+
+
+def of_one_chunk(x: Gates, s: Heads) -> Gates:
+    """Return the sums of `gate_sums_of` with zeros in place of other heads than s.
+
+    The next product reads all heads, and other chunks may hold NaN of other sequences.
+    """
+    head = lax.broadcasted_iota(jnp.int32, x.beta.shape, 1)
+    chosen = (head >= jnp.int32(s.first)) & (head < jnp.int32(s.first + s.heads))
+    return x._replace(G=[jnp.where(chosen, y, 0.0) for y in x.G], beta=jnp.where(chosen, x.beta, 0.0))
+
+
 def pack_gates(x: Gates, s: Heads) -> Gates:
     """Return the gates of some heads, packed."""
     *G, beta = packed_columns([*x.G, x.beta], s)

@@ -96,7 +96,7 @@ class KdaFwdRefs(NamedTuple):
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
-    owner_prev: jax.Ref  # int32 [1, 1, C]
+    owner_prev: jax.Ref  # int32 [1, 1, C]; of several chunks an operand
 
 
 def _fwd_kernel(refs: KdaFwdRefs, *, static: KdaStatic) -> None:
@@ -285,15 +285,19 @@ def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: KdaStatic,
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
     stages = stages_of(static, STAGE if refs.o is not None and refs.A_inv is None else HALF_STAGE)
+    # Around a grid step of one chunk, `run_forward` looks after states and results that are not finite.
+    alone = prev._replace(masks=None)
     yield from schedule.software_pipeline(
-        pass_state(refs, chunk_loop.load_state(refs, prev, stage), prev.valid, A_inv, stage, static, dtype)
-        for stage in stages
+        pass_state(refs, alone, chunk_loop.load_state(refs, prev, stage), A_inv, stage, static) for stage in stages
     )
 
 
-def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: KdaStatic, dtype) -> Iterator[None]:
+def pass_state(
+    refs: KdaFwdRefs, prev: chunk_loop.StageChunk, S, A_inv, heads: slice, static: KdaStatic
+) -> Iterator[None]:
     """Write the output of some heads of prev and take their state S [h, V, K] through prev; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
+    valid, dtype = prev.valid, refs.v.dtype
     if refs.h is not None:
         refs.h[heads] = S.astype(refs.h.dtype)
     state_reads = tile.read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
@@ -307,14 +311,14 @@ def pass_state(refs: KdaFwdRefs, S, valid, A_inv, heads: slice, static: KdaStati
     # the last token.
     stored = valid if static.varlen else None
     if refs.v_new_over_beta is not None:
-        layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, heads.start)
+        layout.store_heads(refs.v_new_over_beta, prev.poisoned(v_new_over_beta), stored, heads.start)
     yield
     if refs.o is not None:
         o = state_reads[:, :C] + packed.multiply_packed(refs.P[packs], v_new_over_beta, p, dtype)  # [h, C, V]
-        layout.store_heads(refs.o, o, stored, heads.start)
+        layout.store_heads(refs.o, prev.poisoned(o), stored, heads.start)
     ends = refs.ends[heads]  # [h, parts C, K]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[heads] = refs.through[heads] * S + tile.write_state(
+    refs.state[heads] = prev.give(refs.through[heads], prev.ending) * S + tile.write_state(
         packed.split_bf16(v_new_over_beta, dtype), ends
     )  # [h, V, K]
 
@@ -340,10 +344,13 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
         scratch["P"] = pltpu.VMEM((n, C, parts * lanes), operand)
     if "ht" not in outputs:
         scratch["state"] = static.config.heads, channels, K
+    each = (static.chunks,) if static.chunks > 1 else ()
     if x.owner is not None:
-        scratch |= {"nonfinite_rows": (1, C, 1), "owner_prev": pltpu.VMEM((1, 1, C), jnp.int32)}
+        scratch["nonfinite_rows"] = 1, *each, C, 1
+        if not each:
+            scratch["owner_prev"] = pltpu.VMEM((1, 1, C), jnp.int32)
         if static.base > 1 and x.A_inv is None:
-            scratch["continuing"] = C, packed.LANES
+            scratch["continuing"] = *each, C, packed.LANES
     return scratch
 
 
@@ -408,6 +415,7 @@ def plan(
             "b": (x.b, cur.tokens(heads * K)),
             "w": (x.w, value),
             "owner": (x.owner, cur.owner(C)),
+            **({} if static.chunks == 1 else {"owner_prev": (x.owner, prev.owner(C))}),
             "initial_state": (x.initial_state, state),
             "law": (x.law, loads.law_block(heads * K)),
             "pool": (x.pool, prev.state(*slot)),

@@ -61,8 +61,7 @@ class KdaBwdRefs(NamedTuple):
 def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     clear_sums(refs)
-    results, in_lanes = (refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw), (refs.dbeta,)
-    results, in_lanes = ((*results, refs.dg), in_lanes) if static.per_channel else (results, (refs.dg, *in_lanes))
+    results, in_lanes = results_of(refs, static)
     chunk_loop.run_backward(
         refs,
         functools.partial(_grid_step, static=static),
@@ -72,6 +71,12 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
         in_lanes=in_lanes,
         sums=(refs.dlaw,),
     )
+
+
+def results_of(refs: KdaBwdRefs, static: KdaStatic) -> tuple[tuple, tuple]:
+    """Return the Refs of gradients of tokens, whose tokens lie in the rows, and in the lanes."""
+    results, in_lanes = (refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw), (refs.dbeta,)
+    return ((*results, refs.dg), in_lanes) if static.per_channel else (results, (refs.dg, *in_lanes))
 
 
 def clear_sums(refs: KdaBwdRefs) -> None:
@@ -343,7 +348,7 @@ def plan(
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
-        scratch["continuing"] = C, packed.LANES
+        scratch["continuing"] = *((static.chunks,) if static.chunks > 1 else ()), C, packed.LANES
     estimate = cost.cost if of_tokens else cost.states_cost
     gates = {"db": (channels, x.b), "dw": (value, x.w)}
     return dict(

@@ -3,8 +3,6 @@
 The chain from the gradient of the state after a chunk to the gradient of the state before it has three products that
 wait for one another. What needs no state, and the gradients of the tokens of chunks that are through, stand between
 them. Both are computed for a group of chunks at once, as if they were more heads, by the functions of `kernel_bwd`.
-
-Every row of the batch is one sequence here.
 """
 
 import functools
@@ -48,34 +46,57 @@ class KdaGroup(NamedTuple):
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return not static.varlen and x.owner is None and chunk_loop.even_chunks(static, static.config.chunks_bwd) > 1
+    return _in_spans(static).chunks > 1
+
+
+def _in_spans(static: KdaStatic) -> KdaStatic:
+    """Return the description of a launch whose spans may have several chunks, as pieces have already."""
+    return static if static.varlen else static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks_bwd))
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    return kernel_bwd.plan(
-        x, static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks_bwd)), outputs, operator, _kernel
-    )
+    static = _in_spans(static)
+    return kernel_bwd.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
     """Take the gradient of the state back through the chunks of a grid step."""
     kernel_bwd.clear_sums(refs)
-    if refs.dh0 is not None:
-        # The block of the output stays in fast memory until the next row begins.
-        refs = refs._replace(dstate=refs.dh0)
-    span = chunk_loop.current_span_backwards(None, static)
-    chunk_loop.start_state(refs.dstate, refs.dht, chunk_loop.ends(span))
-    chunks = chunk_loop.chunks_of(span, static)
+    views = loads.of_chunks(refs, static, static.config.heads_bwd)
+    chunk_loop.run_backward_chunks(
+        refs,
+        functools.partial(_grid_step, static=static),
+        static,
+        not_finite=lambda x: kernel_bwd.not_finite(views[x.index], static),
+        results=lambda i: kernel_bwd.results_of(views[i], static)[0],
+        in_lanes=lambda i: kernel_bwd.results_of(views[i], static)[1],
+        sums=(refs.dlaw,),
+    )
+
+
+def _grid_step(
+    refs: kernel_bwd.KdaBwdRefs, chunks: list[chunk_loop.StageChunk], static: KdaStatic
+) -> list[chunk_loop.StageChunk]:
+    """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
+    groups: list[KdaGroup] = []
     for view, chunk in zip(loads.of_chunks(refs, static, static.config.heads_bwd), chunks, strict=True):
         kernel_bwd.store_gates(view, chunk.valid, static)
-    kernel_bwd.run_by_gates(refs, static, functools.partial(_grid_step, chunks))
+    if chunks[0].masks is not None:
+        # One path for all sequences, because none of them may change the rounding of another.
+        refs = refs._replace(base_levels=None)
+    kernel_bwd.run_by_gates(refs, static, functools.partial(_pass_chunks, chunks, groups))
+    return [x for group in groups for x in group.chunks]
 
 
-def _grid_step(chunks: list[chunk_loop.StageChunk], refs: kernel_bwd.KdaBwdRefs, static: KdaStatic) -> None:
-    """Run a grid step, whose gates are in scratch memory."""
+def _pass_chunks(
+    chunks: list[chunk_loop.StageChunk], groups: list[KdaGroup], refs: kernel_bwd.KdaBwdRefs, static: KdaStatic
+) -> None:
+    """Take the gradient of the state back through the chunks of a grid step, whose gates are in scratch memory."""
     views = loads.of_chunks(refs, static, static.config.heads_bwd)
-    size, groups = max(1, GROUP // static.config.heads_bwd), []
+    groups.clear()  # of the other path
+    # Every chunk has masks of its own.
+    size = max(1, GROUP // static.config.heads_bwd) if chunks[0].masks is None else 1
 
     def prepare() -> Iterator[None]:
         for first in reversed(range(0, static.chunks, size)):
@@ -109,7 +130,9 @@ def _joined(trees: list) -> Any:
 
 def _prepare(refs, chunks: list[chunk_loop.StageChunk], views: list, static: KdaStatic) -> KdaGroup:
     """Return a group of chunks with what needs no state."""
-    x = _joined([kernel_bwd.load(view, chunk.valid, None, static) for view, chunk in zip(views, chunks, strict=True)])
+    x = _joined(
+        [kernel_bwd.load(view, chunk.valid, chunk.masks, static) for view, chunk in zip(views, chunks, strict=True)]
+    )
     A_inv, scores = (chunk_loop.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
     each = static.config.heads_bwd * static.K // packed.LANES
     at = slice(None), slice(chunks[0].index * each, (chunks[-1].index + 1) * each)
@@ -119,14 +142,16 @@ def _prepare(refs, chunks: list[chunk_loop.StageChunk], views: list, static: Kda
 
 def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[None]:
     """Take the gradient of the state back through a chunk of a group."""
-    heads, dS, dtype = static.config.heads_bwd, refs.dstate[...], refs.do.dtype
+    heads, dtype = static.config.heads_bwd, refs.do.dtype
+    chunk, dS = group.chunks[i].take(refs.dstate[...], group.chunks[i].ending)
     at, packs = slice(i * heads, (i + 1) * heads), slice(i * heads // static.p, (i + 1) * heads // static.p)
     x = jax.tree.map(lambda y: y[at], group.x)
     of_values = yield from tile_bwd.back_to_values(
         x.k, x.beta, x.boundary, group.A_inv[packs], group.of_outputs[at], dS, dtype
     )
     yield
-    refs.dstate[...] = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
+    before = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
+    refs.dstate[...], group.chunks[i] = chunk.give(before, chunk.carried), chunk
     group.passed.insert(0, (dS, *of_values))
     yield
 
@@ -137,7 +162,9 @@ def _finish(group: KdaGroup, static: KdaStatic) -> Iterator[None]:
     each = zip(group.views, group.chunks, strict=True)
     v_new_over_beta = [layout.load_heads(view.v_new_over_beta, static.V, valid=x.valid) for view, x in each]
     residuals = chunk_loop.load_each(group.refs.h, group.chunks), _joined(v_new_over_beta), group.scores
-    gradients = yield from kernel_bwd.token_gradients(group.refs, group.x, residuals, of_values, dS, None, static)
+    gradients = yield from kernel_bwd.token_gradients(
+        group.refs, group.x, residuals, of_values, dS, group.chunks[0].same, static
+    )
     heads = static.config.heads_bwd
     for i, (view, chunk) in enumerate(zip(group.views, group.chunks, strict=True)):
         at = slice(i * heads, (i + 1) * heads)

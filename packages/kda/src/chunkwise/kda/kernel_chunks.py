@@ -22,18 +22,27 @@ from chunkwise.shared.kernels import chunk_loop, inverse, schedule
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return x.owner is None and x.A_inv is None and static.in_long_spans().chunks > 1
+    return x.A_inv is None and static.in_long_spans().chunks > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
-    return kernel.plan(x, static.in_long_spans(), outputs, operator, _kernel)
+    static = static.in_long_spans()
+    return kernel.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
 
 def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
     """Take the state through the chunks prev, and prepare the chunks cur, of the next grid step."""
-    body = functools.partial(_grid_step, static=static)
-    chunk_loop.run_forward_chunks(refs, body, static, stages=2, transposed=True)
+    views = loads.of_chunks(refs, static, static.config.heads)
+    chunk_loop.run_forward_chunks(
+        refs,
+        functools.partial(_grid_step, static=static),
+        static,
+        stages=2,
+        transposed=True,
+        tokens_not_finite=lambda x: loads.tokens_not_finite(views[x.index], static),
+        values_not_finite=lambda x: loads.values_not_finite(views[x.index], static),
+    )
 
 
 def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChunk]], static: KdaStatic) -> None:
@@ -41,6 +50,9 @@ def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChu
     cur, prev = of_stages
     views, p = loads.of_chunks(refs, static, static.config.heads), static.p
     firsts, packs = range(0, static.config.heads, p), static.config.heads // p
+    for view, chunk in zip(views, cur, strict=True):
+        if chunk.masks is not None:
+            loads.store_continuing(view.continuing, chunk.masks)
     gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
     loaders = [kernel.by_head(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
     rounded = [
@@ -51,7 +63,7 @@ def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChu
 
     def prepare() -> Iterator[None]:
         for i, n in ((i, n) for n in firsts for i in range(static.chunks)):
-            staged[i, n] = kernel.prepare(views[i], n, *loaders[i], *gated[i], cur[i].valid, None, static)
+            staged[i, n] = kernel.prepare(views[i], n, *loaders[i], *gated[i], cur[i].valid, cur[i].masks, static)
             yield
 
     passing, preparing = _pass_chunks(refs, views, prev, static), prepare()
@@ -76,7 +88,7 @@ def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChu
     def _():
         for i, n in staged:
             again = functools.partial(
-                kernel.prepare_exactly, views[i], n, *gated[i], rounded[i][1], cur[i].valid, None, static
+                kernel.prepare_exactly, views[i], n, *gated[i], rounded[i][1], cur[i].valid, cur[i].masks, static
             )
             pl.when(loads.beyond_base(views[i].decays, range(n, n + p), static.K))(again)
 
@@ -95,7 +107,7 @@ def _pass_chunks(refs: kernel.KdaFwdRefs, views: list, prev: list, static: KdaSt
             x.A_inv_out[...] = of_chunk
         yield from schedule.software_pipeline(
             kernel.pass_state(
-                x, chunk_loop.load_state(refs, chunk, stage), chunk.valid, of_chunk, stage, static, refs.v.dtype
+                x, *chunk.take(chunk_loop.load_state(refs, chunk, stage), chunk.carried), of_chunk, stage, static
             )
             for stage in kernel.stages_of(static, kernel.HALF_STAGE)
         )

@@ -90,7 +90,7 @@ def of_chunks(refs, static: KdaStatic, heads: int) -> list:
     """Return the Refs of every chunk of a grid step of several chunks, of which each has so many heads."""
     keys = "q", "k", "e", "dq", "dk", "de"
     tokens = *keys, "v", "b", "w", "o", "v_new_over_beta", "do", "dv", "db", "dw"
-    entries = "beta", "dbeta", "h", "A_inv", "A_inv_out", "scores", "scores_out"
+    entries = "beta", "dbeta", "h", "A_inv", "A_inv_out", "scores", "scores_out", "continuing"
     tokens, entries = ((*tokens, "g", "dg"), entries) if static.per_channel else (tokens, (*entries, "g", "dg"))
 
     def of_chunk(i: int):

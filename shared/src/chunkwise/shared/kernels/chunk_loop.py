@@ -87,6 +87,27 @@ class StageChunk(NamedTuple):
         if self.masks is not None:
             nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
 
+    def take(self, S: jax.Array, owned: Any, part: slice = slice(None)) -> tuple["StageChunk", jax.Array]:
+        """Return the chunk, and the state before it without what is not finite; its sequence has the rows `owned`.
+
+        The chunk that is returned knows whether the state was finite, for `give` and `poisoned`. They do without a
+        branch, which would stand between the chunks of a grid step. `part` is described in `nonfinite.take_state`.
+        """
+        if self.masks is None:
+            return self, S
+        S, nonfinite_rows = nonfinite.take_state(S, self.nonfinite_rows, owned, part)
+        return self._replace(nonfinite_rows=nonfinite_rows), S
+
+    def give(self, decay: jax.Array, owned: Any) -> jax.Array:
+        """Return the decay of the state over the chunk; NaN if the state after it, with the rows `owned`, is to be."""
+        return decay if self.masks is None else nonfinite.give_state(decay, self.nonfinite_rows, owned)
+
+    def poisoned(self, x: jax.Array) -> jax.Array:
+        """Return results [heads, C, w] of the chunk with NaN in the sequences that are not finite."""
+        if self.masks is None:
+            return x
+        return jnp.where((self.masks.code >= 0) & (self.nonfinite_rows > 0.0), jnp.full_like(x, jnp.nan), x)
+
 
 def stage_chunk(span: chunk_spans.Span, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
     """Return the chunk of a stage in the variant for these rows; owner_ref holds the owners of tokens [n, 1, lanes]."""
@@ -94,13 +115,15 @@ def stage_chunk(span: chunk_spans.Span, rows: Rows, C: int, owner_ref: Any, inde
     return StageChunk(span, masks, span.rows(C) if rows is Rows.SOME else None, index=index)
 
 
-def chunks_of(span: chunk_spans.Span, static: FusedStatic, rows: Rows | None = None) -> list[StageChunk]:
-    """Return the chunks of a span of one sequence, of which some may have no tokens.
+def chunks_of(
+    span: chunk_spans.Span, static: FusedStatic, rows: Rows | None = None, owner_ref: Any = None
+) -> list[StageChunk]:
+    """Return the chunks of a span, of which some may have no tokens; owner_ref as in `stage_chunk`.
 
     Without `rows`, they are the rows of a row of the batch that is one sequence.
     """
     rows = rows or (Rows.SOME if static.partial else Rows.ALL)
-    return [stage_chunk(span.of_chunk(jnp.int32(i)), rows, static.C, None, i) for i in range(static.chunks)]
+    return [stage_chunk(span.of_chunk(jnp.int32(i)), rows, static.C, owner_ref, i) for i in range(static.chunks)]
 
 
 def load_each(ref, chunks: list[StageChunk]) -> jax.Array:
@@ -108,8 +131,15 @@ def load_each(ref, chunks: list[StageChunk]) -> jax.Array:
 
     The entry of a chunk without tokens holds anything, and becomes zeros.
     """
-    entries = [(ref[x.index], None if x.valid is None else x.valid[:1]) for x in chunks]
-    return jnp.concatenate([x if filled is None else jnp.where(filled, x, jnp.zeros_like(x)) for x, filled in entries])
+
+    def load(chunk: StageChunk) -> jax.Array:
+        x = ref[chunk.index]
+        if chunk.valid is None:
+            return x
+        filled = jnp.max(jnp.where(chunk.valid, jnp.float32(1.0), jnp.float32(0.0)), axis=0, keepdims=True) > 0.0
+        return jnp.where(filled, x, jnp.zeros_like(x))
+
+    return jnp.concatenate([load(x) for x in chunks])
 
 
 def even_chunks(static: FusedStatic, most: int) -> int:
@@ -254,33 +284,65 @@ def run_forward_chunks(
     *,
     stages: int,
     transposed: bool,
+    tokens_not_finite: Callable[[StageChunk], jax.Array] | None = None,
+    values_not_finite: Callable[[StageChunk], jax.Array] | None = None,
 ) -> None:
-    """Run a grid step of a forward that takes several chunks of one sequence a grid step.
+    """Run a grid step of a forward that takes several chunks of a row, or of one packed sequence, a grid step.
 
     Args:
-      refs: the Refs of the kernel: table, initial_state, pool, o, ht, pool_out and state.
+      refs: the Refs of the kernel: table, owner, initial_state, pool, o, ht, pool_out and state; with an owner also
+        owner_prev, the owner of the last stage, and in scratch memory nonfinite_rows, for all stages but the last one
+        the rows that the first one found to be not finite.
       body: gets the Refs, whose state is ht if there is no other buffer for it, and for every stage the chunks that it
-        works on. The last stage takes the state through its chunks, and reads it by `load_state`.
+        works on. The last stage takes the state through its chunks, and reads it by `load_state`. Between the first
+        and the last one, a stage gets chunks without masks.
       static: the static description of the launch.
       stages: the stages of the pipeline.
       transposed: the kernel holds states as [V, K], and the pool holds them as [K, V].
+      tokens_not_finite, values_not_finite: return which rows of a chunk are not finite, as in `run_forward`.
     """
     if refs.state is None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
     spans = current_spans(refs.table, stages, static)
-    if not static.varlen:
-        body(refs, [chunks_of(span, static) for span in spans])
-        return
     if refs.pool is not None:
         read_pool(refs.pool, refs.pool_out, refs.state, spans[-1], transposed)
-    last = jnp.int32(static.chunks - 1)
-    run = lambda rows: body(refs, [chunks_of(span, static, rows) for span in spans])
-    run_variant(run, refs, [x for span in spans for x in (span, span.of_chunk(last))], static, (refs.o,))
+
+    def run(rows: Rows) -> None:
+        if rows is not Rows.MIXED:
+            body(refs, [chunks_of(span, static, rows) for span in spans])
+            return
+        assert tokens_not_finite is not None and values_not_finite is not None
+        others = [chunks_of(span, static, Rows.ALL) for span in spans[1:]]
+        first = chunks_of(spans[0], static, rows, refs.owner)
+        first = [x.isolate(functools.partial(tokens_not_finite, x), stages=stages) for x in first]
+        if refs.state is None:  # only the inverses are requested
+            body(refs, [first, *others])
+            return
+        start_state(refs.state, refs.initial_state, spans[-1].first == 1)
+        nonfinite_rows = refs.nonfinite_rows  # [stages - 1, chunks, C, 1]
+        find = lambda x: jnp.maximum(nonfinite_rows[stages - 2, x.index][None], values_not_finite(x))
+        last = chunks_of(spans[-1], static, rows, refs.owner_prev)
+        others[-1] = [x.isolate(functools.partial(find, x), stages=stages) for x in last]
+        body(refs, [first, *others])
+        for stage in reversed(range(1, stages - 1)):
+            nonfinite_rows[stage] = nonfinite_rows[stage - 1]
+        for x in first:
+            nonfinite_rows[0, x.index] = x.nonfinite_rows[0]
+
+    run_variant(
+        run, refs, [x for span in spans for x in all_chunks(span, static)], static, (refs.o, refs.v_new_over_beta)
+    )
     if refs.pool is not None:
         # As in `run_forward`, earlier grid steps compute from scratch memory in which nothing was prepared.
         ends_here = (spans[-1].last == 1) & (pl.program_id(2) >= stages - 1)
         write_pool(refs.state, refs.pool_out, ends_here, transposed)
+
+
+def all_chunks(span: Any, static: FusedStatic) -> list[Any]:
+    """Return the chunks of a span that `run_variant` has to look at: of a piece, whose rows follow one another, two."""
+    indices = (0, static.chunks - 1) if static.varlen else range(static.chunks)
+    return [span.of_chunk(jnp.int32(i)) for i in indices]
 
 
 def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
@@ -338,6 +400,48 @@ def run_backward(
         chunk.poison(results, (refs.dstate, chunk.carried), *((ref, True) for ref in sums), in_lanes=in_lanes)
 
     run_variant(run, refs, [span], static, (*results, *in_lanes), backwards=True)
+
+
+def run_backward_chunks(
+    refs: Any,
+    body: Callable[[Any, list[StageChunk]], list[StageChunk]],
+    static: FusedStatic,
+    *,
+    not_finite: Callable[[StageChunk], jax.Array],
+    results: Callable[[int], Sequence],
+    in_lanes: Callable[[int], Sequence] = lambda i: (),
+    sums: Sequence = (),
+) -> None:
+    """Run a grid step of a backward that takes several chunks of a row, or of one packed sequence, a grid step.
+
+    Args:
+      refs: the Refs of the kernel: table, owner, dht, dh0 and dstate.
+      body: gets the Refs, whose dstate is never None, and the chunks in the order of their tokens. It takes the
+        gradient of the state through them by `StageChunk.take` and `give`, and returns the chunks after this.
+      static: the static description of the launch.
+      not_finite: returns which rows of a chunk are not finite.
+      results, in_lanes: return the Refs of a chunk by its number, as in `run_backward`.
+      sums: as in `run_backward`.
+    """
+    if refs.dh0 is not None:
+        # The block of the output stays in fast memory until another sequence begins.
+        refs = refs._replace(dstate=refs.dh0)
+    span = current_span_backwards(refs.table, static)
+    start_state(refs.dstate, refs.dht, ends(span))
+
+    def run(rows: Rows) -> None:
+        chunks = chunks_of(span, static, rows, refs.owner)
+        chunks = body(refs, [x.isolate(functools.partial(not_finite, x), stages=2) for x in chunks])
+        if rows is not Rows.MIXED:
+            return
+
+        @pl.when(jnp.max(functools.reduce(jnp.maximum, [x.nonfinite_rows for x in chunks])) > 0.0)
+        def _():
+            for x in chunks:
+                x.poison(results(x.index), *((ref, True) for ref in sums), in_lanes=in_lanes(x.index))
+
+    written = [ref for i in range(static.chunks) for ref in (*results(i), *in_lanes(i))]
+    run_variant(run, refs, all_chunks(span, static), static, written, backwards=True)
 
 
 def run_variant(

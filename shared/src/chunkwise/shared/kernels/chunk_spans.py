@@ -183,6 +183,24 @@ def open_sequences(codes: jax.Array, C: int) -> tuple[jax.Array, jax.Array]:
     return owner.reshape(-1, 1, C), table.reshape(-1)
 
 
+def whole_spans(table: jax.Array, owner: jax.Array, B: int, chunks: int) -> tuple[jax.Array, jax.Array]:
+    """Return the results of `open_sequences` for spans of so many chunks: rows of the batch end with chunks of padding.
+
+    Args:
+      table: int32 [B * (NT + 1)].
+      owner: int32 [B * NT, 1, lanes].
+      B: rows of the batch.
+      chunks: chunks of a span.
+    """
+    table, owner = table.reshape(B, -1), owner.reshape(B, -1, *owner.shape[1:])
+    more = -owner.shape[1] % chunks
+    padded = lambda x, last: jnp.concatenate([x, *[jnp.minimum(last, ~last)] * more], axis=1)
+    table = jnp.concatenate([padded(table[:, :-1], table[:, -1:]), table[:, -1:]], axis=1)
+    # Of the last chunk, every token but the last one may be of another sequence.
+    last = jnp.broadcast_to(owner[:, -1:, :, -1:], (B, 1, *owner.shape[2:]))
+    return table.reshape(-1), padded(owner, last).reshape(-1, *owner.shape[2:])
+
+
 # Inside of kernels.
 
 

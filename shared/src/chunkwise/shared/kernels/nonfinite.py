@@ -125,6 +125,31 @@ def poison(
             pl.when(owner > 0.0)(functools.partial(_store_nan, ref, True))
 
 
+def take_state(
+    S: jax.Array, nonfinite_rows: jax.Array, owned: jax.Array, part: slice = slice(None)
+) -> tuple[jax.Array, jax.Array]:
+    """Return a state [heads, ...] without what is not finite, and the rows of sequences that are not finite with its.
+
+    It does what `isolate` does for the Ref of a state, without a branch.
+
+    Args:
+      S: the state that comes in.
+      nonfinite_rows: float32 [1, C, 1], the rows that `isolate` found.
+      owned: bool [1, C, 1], the rows of its sequence.
+      part: the rows of a head to search, if a whole column is not finite where one of its numbers is not.
+    """
+    flags = jnp.where(_sizes(S[:, part]) >= jnp.int32(_INFINITY), jnp.float32(1.0), jnp.float32(0.0))
+    flags = flags if part == slice(None) else jnp.max(flags, axis=1, keepdims=True)
+    spoilt = jnp.max(jnp.max(_largest(flags), axis=1, keepdims=True), axis=2, keepdims=True)  # [1, 1, 1]
+    return jnp.where(flags > 0.0, jnp.zeros_like(S), S), jnp.maximum(nonfinite_rows, jnp.where(owned, spoilt, 0.0))
+
+
+def give_state(decay: jax.Array, nonfinite_rows: jax.Array, owned: jax.Array) -> jax.Array:
+    """Return the decay of a state to the state that goes out; NaN if its sequence, with the rows `owned`, is spoilt."""
+    spoilt = jnp.max(jnp.where(owned, nonfinite_rows, 0.0), axis=1, keepdims=True)  # [1, 1, 1]
+    return jnp.where(spoilt > 0.0, jnp.full_like(decay, jnp.nan), decay)
+
+
 def _store_nan(ref, where) -> None:
     if ref is not None:
         ref[...] = jnp.where(where, jnp.full(ref.shape, jnp.nan, ref.dtype), ref[...])

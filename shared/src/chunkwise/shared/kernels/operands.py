@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import jax
 
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunk_spans, chunking
 
 # An array that a launch does not have. The operator and the launch tell which arrays there are; a type cannot.
 ABSENT: Any = None
@@ -55,6 +55,16 @@ class Operands:
     def spans(self, static: "FusedStatic") -> Any:
         """Return how many spans a launch has for a row of the batch: a number, or a traced scalar."""
         return static.spans if self.count is None else self.count
+
+    def in_spans_of(self, static: "FusedStatic") -> Self:
+        """Return the operands of a launch whose spans have `static.chunks` chunks, of which a row may have a few more.
+
+        Only a table of chunks that may hold several sequences tells where a row ends.
+        """
+        if self.owner is None or static.chunks == 1:
+            return self
+        table, owner = chunk_spans.whole_spans(self.table, self.owner, static.B, static.chunks)
+        return dataclasses.replace(self, table=table, owner=owner)
 
     def gradients(self) -> dict[str, Any]:
         """Return the operands by the names of their gradients, which have the same tokens."""
