@@ -86,10 +86,11 @@ class Kernel(NamedTuple):
         more = dict(chunk_size=16, implementation="fused", config=self.config(4))
         call = lambda x: self.operator(**x, cu_seqlens=cu_seqlens, output_final_state=True, **more)
         rows, T = x["v"].shape[2] // 2, x["v"].shape[1]
-        ((name, count, _, _),) = launches(call, x)
-        assert count == rows * (-(-T // 32) + 3 + self.more[name.split("_")[-2]])
+        gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
+        for name, count, _, _ in launches(call, x) + launches(gradients, x):
+            assert count == rows * (-(-T // 32) + 3 + self.more[name.split("_")[-2]])
         x = inputs.poison_padding(x, cu_seqlens)
-        assert_recurrence(self.operator, x, gradients=False, cu_seqlens=cu_seqlens, **more)
+        assert_recurrence(self.operator, x, cu_seqlens=cu_seqlens, **more)
         spoilt = x | {"v": x["v"].at[0, 80].set(jnp.nan)}
         for found, expected, first in zip(call(spoilt), call(x), (np.s_[:, :70], np.s_[:2]), strict=True):
             np.testing.assert_array_equal(found[first], expected[first])

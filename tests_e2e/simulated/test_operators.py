@@ -36,6 +36,7 @@ THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
     test_several_chunks_of_a_step=lambda dtype: dtype == "bfloat16",
+    test_segments_in_several_chunks=True,
     test_chunks_in_turn=True,
     test_erase_gates=lambda gradients: gradients,
 )
@@ -58,6 +59,16 @@ def test_several_chunks_of_a_step(dtype, cores):
     assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config, keeps)
     operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
     assert_operator(operator, {}, (2, 140), True, True, dtype, kda.Config(1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize("operator", ["gated_delta_rule", "kda"])
+def test_segments_in_several_chunks(operator, dtype, cores):
+    """Two rows of 9 chunks, two in a grid step, with many segments and with one."""
+    ids = segment_suite.random_segment_ids(3, (2, 140))
+    ids[1] = 0
+    config = fused_gdn.Config(1, 1, 2) if operator == "gated_delta_rule" else kda.Config(1, 1, 2, 2)
+    assert_operator(operator, dict(segment_ids=jnp.asarray(ids)), (2, 140), True, True, dtype, config)
 
 
 @pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])

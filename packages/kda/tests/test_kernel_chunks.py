@@ -8,7 +8,7 @@ from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.testing.inputs import make_inputs
 from tests import pool_suite, several_chunks_suite
 
-THOROUGH = dict(test_segments_are_isolated=True)
+THOROUGH = dict(test_segments=True, test_segments_are_isolated=True)
 MORE = dict(fwd=1, summary=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_kda, lambda chunks: Config(2, 2, chunks, chunks), MORE)
 

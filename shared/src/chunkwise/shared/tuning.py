@@ -99,7 +99,7 @@ def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 
 
 
 def piece_chunks(chunks: int, sequences: int, most: int, over_pool: bool = False) -> int:
-    """Return the chunks of a piece of a packed sequence with a state, in a forward that keeps nothing for a backward.
+    """Return the chunks of a piece of a packed sequence with a state.
 
     A sequence pays for all chunks of its first and its last piece, so pieces are small where it may be short.
 

@@ -29,6 +29,11 @@ class Config:
     chunks: int = 1
     turns: int = 1
 
+    @property
+    def chunks_bwd(self) -> int:
+        """The chunks of the backward."""
+        return self.chunks
+
 
 def vmem_bytes_per_head(C: int, K: int, V: int) -> int:
     """Return the bytes of VMEM for a value head: the state twice, the blocks, and float32 tiles of the computation."""

@@ -301,7 +301,8 @@ def _store(refs: GdnChunksRefs, values: dict[str, Any], at: object = ...) -> Non
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
-    B, HV, NT, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
+    B, HV, s, dtype = static.B, static.HV, loads.heads_of(static, static.config.heads), x.k.dtype
+    NT = static.spans * static.chunks
     static = static.in_long_spans()
     x, chunks = x.in_spans_of(static), static.chunks
     slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])

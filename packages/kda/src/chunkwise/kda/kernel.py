@@ -376,7 +376,7 @@ def plan(
       of keys [B, spans, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
     B, HV, C, K, V, heads = static.B, static.HV, static.C, static.K, static.V, static.config.heads
-    NT = static.spans if static.varlen else -(-static.T // C)
+    NT = static.spans * static.chunks if static.varlen else -(-static.T // C)
     p, dtype, inverts, with_output = static.p, x.v.dtype, x.A_inv is None, "o" in outputs
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]

@@ -52,8 +52,8 @@ class Kernels(NamedTuple):
       makes_map: whether `states` makes M, the matrices of a `StateMap`, for these arguments.
       most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
         identity beside the states.
-      several_chunks: whether a piece may have up to `config.chunks` chunks where only the output and states are
-        requested.
+      several_chunks: whether a piece may have several chunks: up to `config.chunks`, and with a backward no more than
+        `config.chunks_bwd`.
       owner_repeats: from static, how often the owners of the tokens of a chunk are repeated side by side.
     """
 
@@ -155,14 +155,18 @@ def _vary_alike(tree):
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(tree)), tree)
 
 
-def _without_residuals(kernels: Kernels, static, block_size: int | None = None, over_pool: bool = False):
-    """Return the static description of a launch where only the output and states are requested.
+def _in_pieces(
+    kernels: Kernels, static, block_size: int | None = None, over_pool: bool = False, backward: bool = False
+):
+    """Return the static description of a launch whose pieces may have several chunks.
 
-    States after blocks of tokens end pieces, too, so a piece has no more tokens than a block.
+    States after blocks of tokens end pieces, too, so a piece has no more tokens than a block. With a `backward`, both
+    directions have the same pieces, because residuals are of their chunks.
     """
     if not (kernels.several_chunks and static.varlen):
         return static
-    most = static.config.chunks if block_size is None else min(static.config.chunks, block_size // static.C)
+    most = min(static.config.chunks, static.config.chunks_bwd) if backward else static.config.chunks
+    most = most if block_size is None else min(most, block_size // static.C)
     return static.in_spans_of(tuning.piece_chunks(static.T // static.C, static.N, most, over_pool))
 
 
@@ -207,7 +211,7 @@ def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Arr
 def _attend(kernels: Kernels, options: Options, x: Arguments, precomputed: dict[str, jax.Array]):
     """Run the forward, differentiable; arguments are prepared, and their scale is in the options."""
     static = kernels.static_for(x, options, frozenset())
-    static = static if precomputed else _without_residuals(kernels, static)
+    static = static if precomputed else _in_pieces(kernels, static)
     operands = _operands(kernels, x, static, _spans(kernels, x, static), **precomputed)
     return _results(kernels, x, kernels.forward(operands, static, _outputs(options)))
 
@@ -223,6 +227,7 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, precomputed: dict
     requested = frozenset(name for name, y in x._asdict().items() if getattr(y, "perturbed", False))
     x, precomputed = jax.tree.map(lambda y: y.value, (x, precomputed))
     static = kernels.static_for(x, options, requested)
+    static = static if precomputed else _in_pieces(kernels, static, backward=True)
     spans = _spans(kernels, x, static)
     residuals = kernels.residuals + kernels.recomputed * options.disable_recompute
     names = tuple(name for name in residuals if name not in precomputed)
@@ -239,7 +244,8 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, precomputed: dict
         residuals, out = whole(x, spans, precomputed)
     residuals, out = remat.save_for_backward((residuals, out))
     # The requested names are the keys of a dict without arrays, because residuals can hold no strings.
-    return _results(kernels, x, out), (x, spans, _trim(kernels, x, residuals | precomputed), dict.fromkeys(requested))
+    saved = x, spans, _trim(kernels, x, residuals), precomputed, dict.fromkeys(requested)
+    return _results(kernels, x, out), saved
 
 
 def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -261,8 +267,9 @@ def _pad(residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
-    x, spans, residuals, requested = saved
-    static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(residuals)
+    x, spans, residuals, precomputed, requested = saved
+    static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(residuals) | precomputed
+    static = static if precomputed else _in_pieces(kernels, static, backward=True)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros((*interleaved.first(x.q).shape[:2], *x.v.shape[2:]), x.v.dtype) if do is None else do
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
@@ -304,9 +311,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
-    static = _without_residuals(
-        kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True
-    )
+    static = _in_pieces(kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True)
     spans = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
     assert spans.table is not None
     static = replace(static, listed=spans.table.shape[1])

@@ -312,7 +312,8 @@ def run_forward_chunks(
         if rows is not Rows.MIXED:
             body(refs, [chunks_of(span, static, rows) for span in spans])
             return
-        assert tokens_not_finite is not None and values_not_finite is not None
+        assert tokens_not_finite is not None
+        assert values_not_finite is not None
         others = [chunks_of(span, static, Rows.ALL) for span in spans[1:]]
         first = chunks_of(spans[0], static, rows, refs.owner)
         first = [x.isolate(functools.partial(tokens_not_finite, x), stages=stages) for x in first]
