@@ -61,7 +61,7 @@ class Operands:
 
         Only a table of chunks that may hold several sequences tells where a row ends.
         """
-        if self.owner is None or static.chunks == 1:
+        if self.table is None or self.owner is None or static.chunks == 1:
             return self
         table, owner = chunk_spans.whole_spans(self.table, self.owner, static.B, static.chunks)
         return dataclasses.replace(self, table=table, owner=owner)
