@@ -24,7 +24,7 @@ def varying_axes(*operands: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
 
 
-def vary_over(axes: Collection[str], x: Any) -> Any:
+def vary_over(axes: Collection[str], x: object) -> Any:
     """Return a tree of arrays that vary over these mesh axes too."""
 
     def widen(y):

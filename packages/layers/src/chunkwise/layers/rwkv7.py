@@ -171,7 +171,7 @@ def _save(w: Rwkv7AttentionWeights, c: _Config, model: str) -> dict[str, Any]:
     return named | {layout.bias.format(letter): row(x) for letter, x in biases.items()}
 
 
-def _check_first(v_first: Any, c: _Config, x: jax.Array) -> None:
+def _check_first(v_first: object, c: _Config, x: jax.Array) -> None:
     """Check the values of the first layer, which the other layers take."""
     if c.R_first is None:
         rule = "`v_first` must be None for the first layer, whose `R_first` is None"

@@ -44,7 +44,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as an error shows it."""
     return _SHORT.repr(value)
 
@@ -54,7 +54,7 @@ def is_size(value: Any) -> bool:
     return config.is_whole(value) and 0 < value < 2**31
 
 
-def _is_limit(value: Any) -> bool:
+def _is_limit(value: object) -> bool:
     """Return whether a value is two numbers from 0 on, of which the second one may be infinite."""
     pair = isinstance(value, tuple) and len(value) == 2
     return (
@@ -75,7 +75,7 @@ _KINDS = dict(
 )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a number of config.json, whose infinity is {"__float__": "Infinity"} or a word; lists become tuples."""
     if isinstance(value, Mapping) and set(value) == {"__float__"}:
         value = value["__float__"]
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
     return math.inf if above else value
 
 
-def _entries(value: Any) -> Any:
+def _entries(value: object) -> Any:
     return tuple(_plain(entry) for entry in value) if isinstance(value, list | tuple) else _plain(value)
 
 

@@ -20,7 +20,7 @@ class Stabilised(NamedTuple):
     weight: jax.Array  # [B, T, HV], e^(i_t - m_t), at most 1; NaN where a gate is no number, so that its fault shows
     least: jax.Array  # [B, T, HV], e^-m_t, the least divisor
     last: jax.Array  # [N, HV], m after every sequence
-    valid: Any  # bool [1 or B, T], False for padding; None if there can be no padding
+    valid: jax.Array | None  # bool [1 or B, T], False for padding; None if there can be no padding
 
 
 def stabilise(

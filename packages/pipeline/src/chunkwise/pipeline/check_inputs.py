@@ -45,7 +45,7 @@ def check_inputs(
     i: jax.Array | None = None,
     f: jax.Array | None = None,
     num_householder: int | None = None,
-    initial_state: Any = None,
+    initial_state: jax.Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool | str = False,
     A_log: jax.Array | None = None,

@@ -379,7 +379,7 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
     )
 
 
-def check_sharding(sharding: Any) -> None:
+def check_sharding(sharding: object) -> None:
     """Check the type of a user's `sharding`."""
     check(
         sharding is None or isinstance(sharding, NamedSharding | PartitionSpec),

@@ -71,7 +71,7 @@ def with_new_name(function: str, kwargs: dict[str, Any], old: str, new: str) -> 
     return {new if name == old else name: value for name, value in kwargs.items()}
 
 
-def warn_chunk_size(scale: Any) -> None:
+def warn_chunk_size(scale: object) -> None:
     """Warn the caller of the function of a scale by position that looks like the size of chunks, as elsewhere."""
     if type(scale) is int and scale in tuning.CHUNK_SIZES:
         warnings.warn(

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 
-def in_reverse(x: Any, forward: str, again: str | None = None) -> Any:
+def in_reverse(x: object, forward: str, again: str | None = None) -> Any:
     """Return a tree of arrays as it is; a derivative in forward mode raises NotImplementedError.
 
     Args:
@@ -31,7 +31,7 @@ def in_reverse(x: Any, forward: str, again: str | None = None) -> Any:
     return jax.tree.map(guard, x)
 
 
-def of_kernel(name: str, x: Any) -> Any:
+def of_kernel(name: str, x: object) -> Any:
     """Return a tree of arrays as it is, arguments of the kernel of the function of this name: see `in_reverse`."""
     return in_reverse(x, f'{name} has no forward-mode derivative under "pallas"; use implementation="xla".')
 

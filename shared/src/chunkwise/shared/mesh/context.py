@@ -49,9 +49,9 @@ class Part(NamedTuple):
     enters: jax.Array | None
     passes: jax.Array | None
     valid: jax.Array | None = None
-    first: Any = None
-    last: Any = None
-    ends: Any = None
+    first: jax.Array | None = None
+    last: jax.Array | None = None
+    ends: jax.Array | None = None
 
 
 def _rows(x: arguments.Arguments) -> tuple[arguments.Arguments, Part]:

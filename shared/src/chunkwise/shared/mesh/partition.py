@@ -114,7 +114,7 @@ def _spec(axes: list[Axes]) -> PartitionSpec:
     return PartitionSpec(*(x or None for x in axes))
 
 
-def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: Any) -> Division | None:
+def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: object) -> Division | None:
     """Return how to divide an operator; None without a `sharding` and without a mesh with explicit axes.
 
     Args:
@@ -233,7 +233,7 @@ def _unmarked(x: jax.Array) -> jax.Array:
     return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 
-def token_axes(division: Division | None, context_axis: Any) -> Axes:
+def token_axes(division: Division | None, context_axis: object) -> Axes:
     """Return the axes that split the tokens of an operator, from its division or from the user's `context_axis`.
 
     Raises:
@@ -321,7 +321,7 @@ def over_mesh(
     return _summed((o, states[0] if states else None), () if inside else tokens)
 
 
-def can_place(division: Division, arguments: Any, letters: Any) -> bool:
+def can_place(division: Division, arguments: object, letters: object) -> bool:
     """Return whether each device can take its part of some arguments, as `on_devices` hands them out.
 
     That is so if dimensions can be shared evenly, and are split along explicit axes as the division says or not at all.
@@ -338,7 +338,7 @@ def can_place(division: Division, arguments: Any, letters: Any) -> bool:
     return all(jax.tree.leaves(jax.tree.map(of_part, letters, arguments)))
 
 
-def on_devices(run: Callable[..., Any], division: Division, arguments: Any, letters: Any, results: Any) -> Any:
+def on_devices(run: Callable[..., Any], division: Division, arguments: object, letters: object, results: object) -> Any:
     """Run a function without gradient on every device of a mesh, with the part of the arguments that lies there.
 
     Args:

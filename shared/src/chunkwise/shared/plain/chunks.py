@@ -55,16 +55,16 @@ class Tokens(NamedTuple):
       solved: whether the inverses are known, so that only gradients need A.
     """
 
-    q: Any
+    q: jax.Array | None
     k: jax.Array
     v: jax.Array
     g: Any
     beta: Any
-    e: Any
+    e: jax.Array | None
     masks: chunking.StreamMasks | None
     solved: bool
 
-    def within_sequence(self, from_start: Any, to_end: jax.Array, through: jax.Array) -> tuple[Any, jax.Array, Any]:
+    def within_sequence(self, from_start: object, to_end: jax.Array, through: jax.Array) -> tuple[Any, jax.Array, Any]:
         """Return what decays lead to, with zeros where they lead to another sequence.
 
         Args:
@@ -105,11 +105,11 @@ class Form(NamedTuple):
     k: jax.Array
     q: jax.Array | None
     scores: jax.Array | None
-    A: Any = None
-    e: Any = None
-    beta: Any = None
-    from_start: Any = None
-    to_end: Any = None
+    A: jax.Array | None = None
+    e: jax.Array | None = None
+    beta: jax.Array | None = None
+    from_start: jax.Array | None = None
+    to_end: jax.Array | None = None
 
 
 class Rule(NamedTuple):
@@ -142,9 +142,9 @@ class Results(NamedTuple):
       states: the states before all chunks [NT, B HV, K, V], meaningless for the first chunk of a sequence.
     """
 
-    o: Any
-    final_state: Any
-    inverses: Any
+    o: jax.Array | None
+    final_state: jax.Array | None
+    inverses: jax.Array | None
     states: Any
 
 
@@ -178,7 +178,7 @@ def _stream_masks(x: arguments.Arguments, g, beta, C: int) -> tuple[Any, jax.Arr
     return masks._replace(valid=masks.valid & ~jnp.pad(nonfinite, (0, -T % C)).reshape(-1, C)), nonfinite
 
 
-def _filled(tree: Any, missing: Any) -> Any:
+def _filled(tree: object, missing: object) -> Any:
     """Return arrays of chunks with so many chunks of zeros after them, which fill up the last span.
 
     They leave a state as it is, because the decay of a gate of 0 is 1.
@@ -190,7 +190,7 @@ def _filled(tree: Any, missing: Any) -> Any:
 
 def run(
     rule: Rule, x: arguments.Arguments, options: arguments.Options, on_gpu: bool, *, with_output: bool = True,
-    keep_states: bool = False, inverses: Any = None,
+    keep_states: bool = False, inverses: object = None,
 ) -> Results:  # fmt: skip
     """Return the results for prepared arguments.
 
@@ -378,7 +378,7 @@ def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Spans:
     return _Spans(-(-n // chunks), chunks, by_maps, (state_scan.KEPT,))
 
 
-def _over_spans(spans: _Spans, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+def _over_spans(spans: _Spans, body: Callable, carry: object, xs: object) -> tuple[Any, Any]:
     """Scan body(carry, chunks of a span) over all spans of chunks xs [n, ...], with the results of `lax.scan`."""
     count, size, _, keep = spans
 

@@ -28,8 +28,8 @@ class StateMap(NamedTuple):
     """
 
     states: Any
-    M: Any = None
-    precomputed: Any = None
+    M: jax.Array | None = None
+    precomputed: jax.Array | None = None
 
 
 def augment_with_identity(
