@@ -16,8 +16,9 @@ from benchmarks.mixer import Mixer
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Mixture, moved_bytes
-from chunkwise.layers import Cache, Step, delta_net, kimi, mixing, running
+from chunkwise.layers import Cache, Step, delta_net, kimi
 from chunkwise.layers.config import GatedDeltaNetConfig, KimiDeltaAttentionConfig
+from chunkwise.layers.mixer import mixing, running
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.testing import tpu as compiler

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from chunkwise import layers
-from chunkwise.layers import running
+from chunkwise.layers.mixer import running
 from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
 from tests_e2e.mesh.meshes import MODES, P, collectives, make_mesh

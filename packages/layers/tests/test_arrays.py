@@ -139,7 +139,7 @@ def test_scales_that_no_config_describes(tmp_path):
 
 
 def test_blocks_of_stacked_experts():
-    from chunkwise.layers.arrays import Numbers
+    from chunkwise.layers.checkpoint.arrays import Numbers
 
     x, scale = draw(3, 40, 24, dtype="float8_e4m3fn"), draw(3, 2, 2, dtype="float32")
     wide = np.repeat(np.repeat(scale, 32, 1), 16, 2)[:, :40, :24]

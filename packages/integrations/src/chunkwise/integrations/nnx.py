@@ -11,7 +11,9 @@ from flax import nnx
 
 from chunkwise import layers
 from chunkwise.integrations import mesh, quantized
-from chunkwise.layers import layer, parameters, place, sharding
+from chunkwise.layers import layer, place
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.devices import sharding
 from chunkwise.shared.call import checks, unknown_arguments
 
 __all__ = [

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.causal_conv1d import causal_conv1d_update
-from chunkwise.layers import Step, running
+from chunkwise.layers import Step
+from chunkwise.layers.mixer import running
 from chunkwise.shared.call import checks
 
 

@@ -2,6 +2,9 @@
 
 from chunkwise.layers import delta_net, delta_net2, delta_product, kimi, lightning, mamba2, mlstm, rwkv7
 from chunkwise.layers.caches import Cache, empty_cache, empty_pool, read_cache, write_cache
+from chunkwise.layers.checkpoint.files import open_checkpoint
+from chunkwise.layers.checkpoint.from_transformers import config_from
+from chunkwise.layers.checkpoint.saving import save_checkpoint
 from chunkwise.layers.config import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
@@ -17,21 +20,18 @@ from chunkwise.layers.decay import decayed
 from chunkwise.layers.delta_net import GatedDeltaNetWeights
 from chunkwise.layers.delta_net2 import GatedDeltaNet2Weights
 from chunkwise.layers.delta_product import GatedDeltaProductWeights
-from chunkwise.layers.files import open_checkpoint
-from chunkwise.layers.from_transformers import config_from
+from chunkwise.layers.devices.moving import cache_from_bytes, cache_to_bytes
+from chunkwise.layers.devices.sharding import Shardings, place, shardings
 from chunkwise.layers.kimi import KimiDeltaAttentionWeights
 from chunkwise.layers.lightning import LightningAttentionWeights
 from chunkwise.layers.mamba2 import Mamba2Weights
+from chunkwise.layers.mixer.running import Step, offload_policy, remat_policy
 from chunkwise.layers.mlstm import MlstmLayerWeights
-from chunkwise.layers.moving import cache_from_bytes, cache_to_bytes
-from chunkwise.layers.running import Step, offload_policy, remat_policy
 from chunkwise.layers.rwkv7 import (
     Rwkv7AttentionWeights,
     ragged_rwkv7_attention,
     rwkv7_attention,
 )
-from chunkwise.layers.saving import save_checkpoint
-from chunkwise.layers.sharding import Shardings, place, shardings
 from chunkwise.shared import version
 
 __version__ = version.of(__name__)

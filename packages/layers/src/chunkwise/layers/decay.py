@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from chunkwise.layers import config, sharding
+from chunkwise.layers import config
+from chunkwise.layers.devices import sharding
 from chunkwise.shared.call import checks
 
 # Rates and steps of decays, skips, norms and biases: zero has no meaning of its own for them. Of RWKV-7 also all other

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import caches, config, layer, mixing, parameters, running
+from chunkwise.layers import caches, config, layer
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import mixing, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 
 _OPERATORS = running.Operators(chunk_gated_delta_rule, recurrent_gated_delta_rule, ragged_gated_delta_rule)

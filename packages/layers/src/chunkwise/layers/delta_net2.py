@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import caches, config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
 from chunkwise.shared.kernels import tiles
 

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import caches, config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_gated_delta_product, ragged_gated_delta_product, recurrent_gated_delta_product
 from chunkwise.shared import composition
 

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkwise.layers import caches, config, layer, mixing, parameters, running
+from chunkwise.layers import caches, config, layer
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import mixing, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
 
 _OPERATORS = running.Operators(chunk_kda, recurrent_kda, ragged_kda)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from chunkwise.layers import caches, config, parameters, running
+from chunkwise.layers import caches, config
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import running
 from chunkwise.shared.call import arguments, checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
 

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import caches, config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_mlstm, recurrent_mlstm
 
 

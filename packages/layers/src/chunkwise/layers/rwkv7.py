@@ -6,7 +6,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import caches, config, layer, norm, parameters, running
+from chunkwise.layers import caches, config, layer
+from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_dplr_delta_rule, ragged_dplr_delta_rule, recurrent_dplr_delta_rule
 from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
-from chunkwise.layers.mixing import Step, in_one_launch
+from chunkwise.layers.mixer.mixing import Step, in_one_launch
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation

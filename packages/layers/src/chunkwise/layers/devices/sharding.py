@@ -12,7 +12,6 @@ from chunkwise.layers import (
     delta_net,
     delta_net2,
     delta_product,
-    division,
     kimi,
     layer,
     lightning,
@@ -20,6 +19,7 @@ from chunkwise.layers import (
     mlstm,
     rwkv7,
 )
+from chunkwise.layers.devices import division
 from chunkwise.shared.call import checks
 
 _MODULES = delta_net, delta_net2, delta_product, kimi, mamba2, lightning, mlstm, rwkv7

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chunkwise.layers import settings
+from chunkwise.layers.checkpoint import settings
 from chunkwise.shared.call import checks
 
 # The names of layers with linear attention, alone or beside attention.

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chunkwise.layers import config, from_fla, layer_types, settings
+from chunkwise.layers import config
+from chunkwise.layers.checkpoint import from_fla, layer_types, settings
 from chunkwise.shared.call import checks
 
 _TABLE = settings.TABLE

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from chunkwise.layers import division, running
+from chunkwise.layers.devices import division
+from chunkwise.layers.mixer import running
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.shared.kernels import activations
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from chunkwise.layers import config, settings
+from chunkwise.layers import config
+from chunkwise.layers.checkpoint import settings
 from chunkwise.shared.call import checks
 
 # The defaults of flash-linear-attention for settings that a file leaves out.

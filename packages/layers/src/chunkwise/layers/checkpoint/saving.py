@@ -8,7 +8,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from chunkwise.layers import arrays, files
+from chunkwise.layers.checkpoint import arrays, files
 from chunkwise.shared.call import checks
 
 # transformers asks for it in files of its own framework.

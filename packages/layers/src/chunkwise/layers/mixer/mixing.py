@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.layers import caches, config, norm, running
+from chunkwise.layers import caches, config
+from chunkwise.layers.mixer import norm, running
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks
 from chunkwise.shared.call.arguments import Slots

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from chunkwise.layers import arrays
+from chunkwise.layers.checkpoint import arrays
 from chunkwise.shared.call import checks
 
 # The names of the files of a checkpoint, as transformers and others have them.

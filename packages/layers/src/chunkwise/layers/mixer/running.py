@@ -15,7 +15,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
-from chunkwise.layers import caches, config, division
+from chunkwise.layers import caches, config
+from chunkwise.layers.devices import division
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.kernels import chunking

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import arrays, caches, running
+from chunkwise.layers import caches
+from chunkwise.layers.checkpoint import arrays
+from chunkwise.layers.mixer import running
 from chunkwise.shared.call import checks
 from chunkwise.shared.serving import state_pool
 

@@ -1,0 +1,1 @@
+"""What layers share around their operators: tokens and products, convolutions, and the norm at the end."""
