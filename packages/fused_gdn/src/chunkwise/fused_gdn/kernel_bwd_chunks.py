@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return _in_spans(static).chunks > 1
+    return _in_spans(static).chunks > 1 and (x.owner is None or static.config.heads_bwd < 16)
 
 
 def _in_spans(static: FusedStatic) -> FusedStatic:

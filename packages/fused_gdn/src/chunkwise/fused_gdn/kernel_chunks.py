@@ -84,7 +84,8 @@ class GdnChunksRefs(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return static.in_long_spans().chunks > 1
+    # Masks cost more than 16 heads gain.
+    return static.in_long_spans().chunks > 1 and (x.owner is None or static.config.heads < 16)
 
 
 def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
