@@ -19,7 +19,7 @@ class Kernel(NamedTuple):
 
     Attributes:
       operator: its function over chunks.
-      config: from the number of chunks of a grid step to the tile sizes, of two heads.
+      config: from the number of chunks of a grid step to the tile sizes, of as many heads in both directions.
       more: beside the steps of a row, those of a launch in which its later stages still have chunks, by its name.
     """
 
@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
         )  # fmt: skip
         T, HV = x["v"].shape[1:3]
         gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
-        rows, steps = len(x["v"]) * HV // 2, -(-T // (chunks * 16))
+        rows, steps = len(x["v"]) * HV // self.config(chunks).heads, -(-T // (chunks * 16))
         for name, count, _, _ in launches(call, x) + launches(gradients, x):
             assert count == rows * (steps + self.more[name.split("_")[-2]])
         return call(x)

@@ -14,6 +14,7 @@ from tests.traced import launches
 THOROUGH = dict(test_segments_are_isolated=True)
 MORE = dict(fwd=2, states=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Config(2, 2, chunks), MORE)
+FOUR_HEADS = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Config(4, 4, chunks), MORE)
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,14 @@ KERNEL = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: Conf
         (jnp.float32, (2, 200, 1, 2, 24, 40), dict(num_states=2, gate="resets")),
         # Two blocks of heads, on a key head each, which the kernel scales to unit length.
         (jnp.bfloat16, (1, 200, 2, 4, 24, 40), dict(normalise=False)),
-        # Rounding of L where keys repeat, and step sizes near 2.
-        (jnp.bfloat16, (1, 192, 1, 2, 24, 40), dict(repeat_key=True, beta=1.9, num_states=1)),
+        # Rounding of L where keys repeat, and step sizes near 2; four heads, whose grid step begins with the state.
+        (jnp.bfloat16, (1, 192, 1, 4, 24, 40), dict(repeat_key=True, beta=1.9, num_states=1)),
     ],
 )
 def test_values_and_gradients(dtype, sizes, more):
     x = make_inputs(*sizes, dtype=dtype, **more)
-    KERNEL.assert_values_and_gradients(x, normalise=not more.get("normalise", True))
+    kernel = FOUR_HEADS if "beta" in more else KERNEL
+    kernel.assert_values_and_gradients(x, normalise=not more.get("normalise", True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
