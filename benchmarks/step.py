@@ -32,8 +32,8 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
-from chunkwise.shared.kernels.chunk_spans import Piece, pool_spans
 from chunkwise.shared.kernels.chunking import num_chunks
+from chunkwise.shared.kernels.spans.chunk_spans import Piece, pool_spans
 from chunkwise.shared.serving import run as serving_run
 from chunkwise.shared.serving import step_table
 from chunkwise.shared.testing.oracle import reference

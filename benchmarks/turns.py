@@ -15,9 +15,9 @@ from chunkwise.fused_gdn import config as gdn_config
 from chunkwise.fused_gla.config import default_for
 from chunkwise.kda import config as kda_config
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels.chunk_spans import Piece, Span, make_spans
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.packed import packing
+from chunkwise.shared.kernels.spans.chunk_spans import Piece, Span, make_spans
 
 # From the name of an operation and the kernel's loop to the steps of a block of heads and how many of them run each
 # region, as for `regions.kernel_bundles`; None if every step runs all regions.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.shared.call.arguments import Arguments, Slots
-from chunkwise.shared.kernels.pools import Routes
+from chunkwise.shared.kernels.spans.pools import Routes
 from chunkwise.shared.serving import run, state_pool
 from chunkwise.shared.serving.decode import choose, launch, records
 from chunkwise.shared.serving.decode.records import DecodeStatic

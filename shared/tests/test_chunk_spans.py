@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunk_spans
+from chunkwise.shared.kernels.spans import chunk_spans
 from chunkwise.shared.testing.inputs import boundaries
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=6, max_size=6)

@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.kernels import interleaved, joins, launcher
+from chunkwise.shared.kernels import interleaved, launcher
 from chunkwise.shared.kernels.interleaved import InLanes, Interleaved
+from chunkwise.shared.kernels.spans import joins
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 
 CASES = [

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels import chunking, inverse, launcher, layout, packed, tiles
+from chunkwise.shared.kernels import chunking, inverse, launcher, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 

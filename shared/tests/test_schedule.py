@@ -1,6 +1,6 @@
 """The order in which interleaved stages run."""
 
-from chunkwise.shared.kernels.schedule import interleave, software_pipeline
+from chunkwise.shared.kernels.spans.schedule import interleave, software_pipeline
 
 
 def stage(name, length, log):

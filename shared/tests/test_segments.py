@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels.chunking import valid_tokens
-from chunkwise.shared.kernels.segment_tables import coded_owners, find_segments, runs
+from chunkwise.shared.kernels.spans.segment_tables import coded_owners, find_segments, runs
 from chunkwise.shared.plain.recurrence import recurrence
 from chunkwise.shared.plain.segments import nonfinite_segments, run_segments
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.call import arguments
-from chunkwise.shared.kernels import chunk_spans, pools
+from chunkwise.shared.kernels.spans import chunk_spans, pools
 from chunkwise.shared.serving import step_table
 from tests.engine import make_rubbish
 

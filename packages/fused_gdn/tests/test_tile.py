@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.fused_gdn.tile import Heads, gate_sums, split_gate
-from chunkwise.shared.kernels import layout
+from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.testing.inputs import make_inputs
 
 

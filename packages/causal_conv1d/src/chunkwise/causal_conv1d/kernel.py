@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.causal_conv1d import config, cost, sequences, tile
-from chunkwise.shared.kernels import activations, chunking, launcher, layout, packed, tiles
+from chunkwise.shared.kernels import activations, chunking, launcher, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 
 # Tokens of a strip.
 _STRIP = 32

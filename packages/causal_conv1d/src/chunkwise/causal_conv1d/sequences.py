@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import segment_tables
+from chunkwise.shared.kernels.spans import segment_tables
 
 
 class ConvSequences(NamedTuple):

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared.kernels import launcher, pools
+from chunkwise.shared.kernels import launcher
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import slot_rows
 
 

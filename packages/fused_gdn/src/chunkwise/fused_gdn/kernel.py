@@ -33,8 +33,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, loads, tile
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunk_loop, interleaved, inverse, layout, nonfinite, packed, schedule
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
+from chunkwise.shared.kernels import interleaved, inverse, nonfinite, packed
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 # Heads that take the state through a chunk together. Products of such a stage hide the latency of other stages.
 STAGE = 8
@@ -105,7 +106,7 @@ def _turns_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> No
 
 
 def _grid_steps(
-    refs: GdnFwdRefs, of_stages: list[list[chunk_loop.StageChunk]], static: FusedStatic, s: tile.Heads
+    refs: GdnFwdRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run both stages on their chunks, as `_grid_step` on those of one."""
     for chunk, chunk_prev in zip(*of_stages, strict=True):
@@ -115,7 +116,7 @@ def _grid_steps(
 
 
 def _grid_step(
-    refs: GdnFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads
+    refs: GdnFwdRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run both stages of a grid step."""
     q, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
@@ -197,7 +198,7 @@ def prepare(refs: Any, q, k, gates: tile.Gates, part: tile.Heads, masks, static:
     return staged
 
 
-def read_state(refs: GdnFwdRefs, prev: chunk_loop.StageChunk, part: tile.Heads):
+def read_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads):
     """Multiply keys and queries of prev by the state before it.
 
     Returns:
@@ -214,7 +215,7 @@ def read_state(refs: GdnFwdRefs, prev: chunk_loop.StageChunk, part: tile.Heads):
 
 
 def pass_chunk(
-    refs: GdnFwdRefs, prev: chunk_loop.StageChunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
+    refs: GdnFwdRefs, prev: stage_chunks.StageChunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
 ) -> Iterator[None]:
     """Compute v_new_over_beta of prev, yield, then write the output of prev and take the state through it.
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import cost, loads, tile, tile_bwd
-from chunkwise.shared.kernels import chunk_loop, layout, matmul, nonfinite, packed, schedule, tiles
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
+from chunkwise.shared.kernels import matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 
 class GdnBwdRefs(NamedTuple):
@@ -64,7 +65,7 @@ def not_finite(refs: GdnBwdRefs, s: tile.Heads, at: slice = slice(None)) -> jax.
     return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
 
 
-def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
+def _grid_step(refs: GdnBwdRefs, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
     """Run a grid step."""
     valid, masks = chunk.valid, chunk.masks
     q, k, g, beta, of_rounding = loads.load_chunk(refs, valid, s, static)
@@ -89,7 +90,7 @@ def _grid_step(refs: GdnBwdRefs, chunk: chunk_loop.StageChunk, static: FusedStat
         store(refs, gradients, chunk, static, s)
 
 
-def store(refs: GdnBwdRefs, gradients, chunk: chunk_loop.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
+def store(refs: GdnBwdRefs, gradients, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
     """Store the gradients of the tokens of a chunk that `tile_bwd.token_gradients` returns."""
     (dq, dk, dv, later, earlier, crossing, dbeta), valid, masks, at = (
         gradients,

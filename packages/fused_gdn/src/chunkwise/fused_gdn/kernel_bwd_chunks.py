@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import kernel_bwd, loads, tile, tile_bwd
-from chunkwise.shared.kernels import chunk_loop, layout, schedule
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 # Heads of a group of chunks.
 GROUP = 8
@@ -34,7 +34,7 @@ class Group(NamedTuple):
         the results of `tile_bwd.back_to_values`.
     """
 
-    chunks: list[chunk_loop.StageChunk]
+    chunks: list[stage_chunks.StageChunk]
     heads: tile.Heads
     q: jax.Array
     k: jax.Array
@@ -75,8 +75,8 @@ def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) 
 
 
 def _grid_step(
-    refs: kernel_bwd.GdnBwdRefs, chunks: list[chunk_loop.StageChunk], static: FusedStatic, s: tile.Heads
-) -> list[chunk_loop.StageChunk]:
+    refs: kernel_bwd.GdnBwdRefs, chunks: list[stage_chunks.StageChunk], static: FusedStatic, s: tile.Heads
+) -> list[stage_chunks.StageChunk]:
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
     loaded = [loads.load_chunk(refs, chunk.valid, s, static, chunk.rows(s.C)) for chunk in chunks]
     g, beta = (jnp.concatenate([x[i] for x in loaded], axis=1) for i in (2, 3))
@@ -108,18 +108,18 @@ def _grid_step(
     return [x for group in groups for x in group.chunks]
 
 
-def _prepare(refs, chunks: list[chunk_loop.StageChunk], loaded, gates: tile.Gates, static, s: tile.Heads) -> Group:
+def _prepare(refs, chunks: list[stage_chunks.StageChunk], loaded, gates: tile.Gates, static, s: tile.Heads) -> Group:
     """Return a group of chunks with what needs no state."""
     heads = s.in_chunk(chunks[0].index, s).over(len(chunks))
     q, k = (jnp.concatenate([x[i] for x in loaded]) for i in (0, 1))
     gate = tile.pack_gates(gates if chunks[0].masks is None else tile.of_one_chunk(gates, heads), heads)
     pairs, *decays = tile.boundary_decays(gate, heads, chunks[0].masks)
     scores = tile.scores([k, q], k, gate, pairs, heads)
-    A_inv, do = chunk_loop.load_each(refs.A_inv, chunks), _load_tokens(chunks, refs.do, s)
+    A_inv, do = stage_chunks.load_each(refs.A_inv, chunks), _load_tokens(chunks, refs.do, s)
     return Group(chunks, heads._replace(first=0, first_key=0), q, k, do, A_inv, gate, decays, scores, [])
 
 
-def _load_tokens(chunks: list[chunk_loop.StageChunk], ref, s: tile.Heads) -> jax.Array:
+def _load_tokens(chunks: list[stage_chunks.StageChunk], ref, s: tile.Heads) -> jax.Array:
     """Load values of the tokens of a group, [heads, C, V]."""
     return jnp.concatenate([layout.load_heads(ref, s.V, valid=x.valid, at=x.rows(s.C)) for x in chunks])
 
@@ -146,7 +146,7 @@ def _finish(refs, group: Group, of_rounding: list, static: FusedStatic, s: tile.
     """Store the gradients of the tokens of a group."""
     dS, *of_values = (jnp.concatenate(x) for x in zip(*group.passed, strict=True))
     gradients = yield from tile_bwd.token_gradients(
-        group.q, group.k, group.gate, group.decays, group.scores, chunk_loop.load_each(refs.h, group.chunks),
+        group.q, group.k, group.gate, group.decays, group.scores, stage_chunks.load_each(refs.h, group.chunks),
         _load_tokens(group.chunks, refs.v_new_over_beta, s), group.do, dS, of_values, static.scale, group.heads,
     )  # fmt: skip
     for i, chunk in enumerate(group.chunks):

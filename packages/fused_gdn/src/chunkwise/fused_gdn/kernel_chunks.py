@@ -28,8 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
-from chunkwise.shared.kernels import chunk_loop, interleaved, inverse, layout, matmul, nonfinite, packed, schedule
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
+from chunkwise.shared.kernels import interleaved, inverse, matmul, nonfinite, packed
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 # Heads of all chunks together that are prepared, inverted and finished at a time, and of a chunk that pass the state.
 PREPARED, INVERTED, FINISHED, PASSED = 4, 16, 4, 8
@@ -105,7 +106,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
 
 
 def _grid_step(
-    refs: GdnChunksRefs, of_stages: list[list[chunk_loop.StageChunk]], static: FusedStatic, s: tile.Heads
+    refs: GdnChunksRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run all stages of a grid step on their chunks."""
     inverts, passes = refs.A_inv is None, refs.state is not None
@@ -144,7 +145,7 @@ def _grid_step(
             refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.V :]
 
 
-def _load_chunks(refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], s: tile.Heads, static: FusedStatic):
+def _load_chunks(refs: GdnChunksRefs, chunks: list[stage_chunks.StageChunk], s: tile.Heads, static: FusedStatic):
     """Load the chunks of a grid step: q (or None) and k [chunks keys, C, K]; g and beta [C, chunks heads] float32."""
     each = [loads.load_chunk(refs, chunk.valid, s, static, chunk.rows(s.C))[:4] for chunk in chunks]
     q, k, g, beta = zip(*each, strict=True)
@@ -157,7 +158,7 @@ def _load_chunks(refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], s: ti
 
 
 def _prepare(
-    refs: GdnChunksRefs, q, k, g, beta, chunks: list[chunk_loop.StageChunk], s: tile.Heads, parts: list[tile.Heads],
+    refs: GdnChunksRefs, q, k, g, beta, chunks: list[stage_chunks.StageChunk], s: tile.Heads, parts: list[tile.Heads],
     static: FusedStatic, staged: dict,
 ) -> Iterator[None]:  # fmt: skip
     """Add to `staged` what the second stage needs of the heads of all chunks, those of one of the parts at a time."""
@@ -201,7 +202,7 @@ def _finish(refs: GdnChunksRefs, every: tile.Heads, inverting: Iterator, inverse
 
 def _read_inverses(refs: GdnChunksRefs, chunks: list, k, staged: dict, lefts: dict) -> Iterator[None]:
     """Leave L in `lefts` from the inverses that an earlier launch has made, for heads that are prepared."""
-    A_inv = chunk_loop.load_each(refs.A_inv, chunks)  # [n, C, p C]
+    A_inv = stage_chunks.load_each(refs.A_inv, chunks)  # [n, C, p C]
     while len(lefts) < len(staged):
         part, values = list(staged.items())[len(lefts)]
         inverses = A_inv[part.packs_at]
@@ -232,7 +233,7 @@ def left_of_values(refs: GdnChunksRefs, scores, A_inv, A_end, k, part: tile.Head
 
 
 def _pass_chunks(
-    refs: GdnChunksRefs, chunks: list[chunk_loop.StageChunk], part: tile.Heads, s: tile.Heads, static: FusedStatic
+    refs: GdnChunksRefs, chunks: list[stage_chunks.StageChunk], part: tile.Heads, s: tile.Heads, static: FusedStatic
 ) -> Iterator[None]:
     """Write the outputs of some heads, and take their states through the chunks, one by one."""
     for chunk in chunks:
@@ -262,7 +263,7 @@ def _pass_chunks(
         yield
 
 
-def _state_before(refs: GdnChunksRefs, chunk: chunk_loop.StageChunk, part: tile.Heads) -> jax.Array:
+def _state_before(refs: GdnChunksRefs, chunk: stage_chunks.StageChunk, part: tile.Heads) -> jax.Array:
     """Return the states of some heads before a chunk; M, which begins with the identity, is beside them."""
     if refs.M is None or chunk.index:
         return chunk_loop.load_state(refs, chunk, part.values_at)

@@ -25,18 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import (
-    chunk_loop,
-    chunk_spans,
-    inverse,
-    layout,
-    matmul,
-    nonfinite,
-    packed,
-    schedule,
-    tiles,
-)
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
+from chunkwise.shared.kernels import inverse, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 
 class GdnMapRefs(NamedTuple):
@@ -97,11 +88,11 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
 
 
 def _grid_step(
-    refs: GdnMapRefs, spans: list[chunk_spans.Span], rows: chunk_loop.Rows, static: FusedStatic, s: tile.Heads
+    refs: GdnMapRefs, spans: list[chunk_spans.Span], rows: stage_chunks.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run all stages of a grid step, in the variant for these rows of the three chunks."""
     owners = refs.owner, refs.owner_inverted, refs.owner_prev
-    cur, inverted, prev = (chunk_loop.stage_chunk(span, rows, s.C, x) for span, x in zip(spans, owners, strict=True))
+    cur, inverted, prev = (stage_chunks.stage_chunk(span, rows, s.C, x) for span, x in zip(spans, owners, strict=True))
     cur = cur.isolate(lambda: loads.tokens_not_finite(refs, s, refs.k), stages=3)
     values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
     inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], values_not_finite()), stages=3)
@@ -138,7 +129,7 @@ def _grid_step(
     refs.A_inv[...] = inverses[-1]
 
     prev.poison((), (refs.state, prev.ending))
-    if rows is chunk_loop.Rows.MIXED:
+    if rows is stage_chunks.Rows.MIXED:
         refs.nonfinite_k[...], refs.nonfinite_v[...] = cur.nonfinite_rows, inverted.nonfinite_rows
     # The next grid steps read these from scratch memory. They are stored last, because this grid step reads there the
     # arrays of earlier chunks.

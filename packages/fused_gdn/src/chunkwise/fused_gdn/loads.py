@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
-from chunkwise.shared.kernels import layout, nonfinite, tiles
-from chunkwise.shared.kernels.operands import FusedStatic
+from chunkwise.shared.kernels import nonfinite, tiles
+from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels.spans.operands import FusedStatic
 
 
 def heads_of(static: FusedStatic, heads: int) -> tile.Heads:

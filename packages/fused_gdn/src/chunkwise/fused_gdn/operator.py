@@ -8,8 +8,9 @@ from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import chunking, interleaved, launcher, layout, matmul, packed
-from chunkwise.shared.kernels.operands import FusedStatic, Operands
+from chunkwise.shared.kernels import chunking, interleaved, launcher, matmul, packed
+from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from chunkwise.shared.kernels import layout, matmul, packed, tiles
+from chunkwise.shared.kernels import matmul, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 
 # 2 to the power of this is zero, and sums with it do not overflow.
 NEVER = np.float32(-1e30)

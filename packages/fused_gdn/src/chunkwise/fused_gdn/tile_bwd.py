@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
-from chunkwise.shared.kernels import layout, matmul, packed, schedule, tiles
+from chunkwise.shared.kernels import matmul, packed, tiles
+from chunkwise.shared.kernels.spans import layout, schedule
 
 
 def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:

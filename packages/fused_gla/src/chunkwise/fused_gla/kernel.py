@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import cost, loads, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.shared.kernels import chunk_loop, launcher, layout, tiles
+from chunkwise.shared.kernels import launcher, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
 
 
 class GlaFwdRefs(NamedTuple):
@@ -68,7 +69,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
         refs.h[...] = refs.state[...]
     constant = loads.constant_decays(refs, s, heads.stop)
 
-    def pass_chunk(chunk: chunk_loop.StageChunk) -> None:
+    def pass_chunk(chunk: stage_chunks.StageChunk) -> None:
         chunk = loads.isolate(refs, s, chunk, ("q", "k", "v"), (refs.state, chunk.carried))
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
         decays = loads.load_decays(refs, s, chunk, heads, constant, refs.o is not None)

@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import kernel, loads, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.shared.kernels import chunk_loop, chunk_spans, chunking, launcher, layout, matmul, schedule, tiles
-from chunkwise.shared.kernels.chunk_loop import StageChunk
+from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule
+from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
 
 # How many heads the backward takes in lock-step, and how many such pairs it starts before it finishes the first one.
 PAIR, AHEAD = 2, 2

@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import tile
 from chunkwise.fused_gla.operands import GlaStatic
-from chunkwise.shared.kernels import layout, matmul, nonfinite, tiles
-from chunkwise.shared.kernels.chunk_loop import StageChunk
+from chunkwise.shared.kernels import matmul, nonfinite, tiles
+from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
 
 
 def _rows_at(s: GlaStatic, chunk: StageChunk):

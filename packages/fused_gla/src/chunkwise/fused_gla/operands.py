@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from chunkwise.shared.kernels import operands
+from chunkwise.shared.kernels.spans import operands
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import Implementation, plain, with_chunk_size
-from chunkwise.shared.kernels import chunking, layout, matmul, packed, tiles
+from chunkwise.shared.kernels import chunking, matmul, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.operator import define
 
 

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import gating, layout, matmul, packed, tiles
+from chunkwise.shared.kernels import gating, matmul, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 
 
 class GlaDecays(NamedTuple):

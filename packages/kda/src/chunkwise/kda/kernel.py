@@ -42,15 +42,8 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import cost, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import (
-    chunk_loop,
-    inverse,
-    layout,
-    matmul,
-    packed,
-    schedule,
-    tiles,
-)
+from chunkwise.shared.kernels import inverse, matmul, packed, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
 # Heads that take the state through a chunk together: in a launch that makes the inverse and the output, and in others.
 STAGE, HALF_STAGE = 4, 8
@@ -111,7 +104,9 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: KdaStatic) -> None:
     )
 
 
-def _grid_step(refs: KdaFwdRefs, cur: chunk_loop.StageChunk, prev: chunk_loop.StageChunk, static: KdaStatic) -> None:
+def _grid_step(
+    refs: KdaFwdRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: KdaStatic
+) -> None:
     """Run both stages of a grid step."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     valid, masks = cur.valid, cur.masks
@@ -274,7 +269,7 @@ def stages_of(static: KdaStatic, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: KdaStatic, dtype) -> Iterator[None]:
+def pass_chunk(refs: KdaFwdRefs, prev: stage_chunks.StageChunk, static: KdaStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through prev; yield where other products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:
@@ -293,7 +288,7 @@ def pass_chunk(refs: KdaFwdRefs, prev: chunk_loop.StageChunk, static: KdaStatic,
 
 
 def pass_state(
-    refs: KdaFwdRefs, prev: chunk_loop.StageChunk, S, A_inv, heads: slice, static: KdaStatic
+    refs: KdaFwdRefs, prev: stage_chunks.StageChunk, S, A_inv, heads: slice, static: KdaStatic
 ) -> Iterator[None]:
     """Write the output of some heads of prev and take their state S [h, V, K] through prev; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)

@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import chunk_loop, chunk_spans, layout, nonfinite, packed, schedule, tiles
+from chunkwise.shared.kernels import nonfinite, packed, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
 
 
 class KdaBwdRefs(NamedTuple):
@@ -166,7 +167,7 @@ def run_by_gates(refs: KdaBwdRefs, static: KdaStatic, body: Callable[[KdaBwdRefs
     )
 
 
-def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic) -> None:
+def _grid_step(refs: KdaBwdRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Run a grid step."""
     store_gates(refs, chunk.valid, static)
     if chunk.masks is not None:
@@ -175,7 +176,7 @@ def _grid_step(refs: KdaBwdRefs, chunk: chunk_loop.StageChunk, static: KdaStatic
     run_by_gates(refs, static, functools.partial(_pass_chunk, chunk))
 
 
-def _pass_chunk(chunk: chunk_loop.StageChunk, refs: KdaBwdRefs, static: KdaStatic) -> None:
+def _pass_chunk(chunk: stage_chunks.StageChunk, refs: KdaBwdRefs, static: KdaStatic) -> None:
     """Take the gradient of the state back through a chunk, and store the gradients of its tokens."""
     x, dtype = load(refs, chunk.valid, chunk.masks, static), refs.do.dtype
     A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
@@ -256,7 +257,7 @@ def token_gradients(
     return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta)
 
 
-def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: chunk_loop.StageChunk, static: KdaStatic) -> None:
+def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Store the gradients of the tokens of a chunk, whose keys are k [heads, C, K] float32."""
     heads, C, K, valid = static.config.heads_bwd, static.C, static.K, chunk.valid
     # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel_bwd, loads, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import chunk_loop, layout, packed, schedule
+from chunkwise.shared.kernels import packed
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
 # Heads of a group of chunks.
 GROUP = 8
@@ -34,7 +35,7 @@ class KdaGroup(NamedTuple):
         the state after the chunk, and the results of `tile_bwd.back_to_values`.
     """
 
-    chunks: list[chunk_loop.StageChunk]
+    chunks: list[stage_chunks.StageChunk]
     views: list[kernel_bwd.KdaBwdRefs]
     refs: kernel_bwd.KdaBwdRefs
     x: kernel_bwd.Loaded
@@ -76,8 +77,8 @@ def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
 
 
 def _grid_step(
-    refs: kernel_bwd.KdaBwdRefs, chunks: list[chunk_loop.StageChunk], static: KdaStatic
-) -> list[chunk_loop.StageChunk]:
+    refs: kernel_bwd.KdaBwdRefs, chunks: list[stage_chunks.StageChunk], static: KdaStatic
+) -> list[stage_chunks.StageChunk]:
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
     groups: list[KdaGroup] = []
     for view, chunk in zip(loads.of_chunks(refs, static, static.config.heads_bwd), chunks, strict=True):
@@ -90,7 +91,7 @@ def _grid_step(
 
 
 def _pass_chunks(
-    chunks: list[chunk_loop.StageChunk], groups: list[KdaGroup], refs: kernel_bwd.KdaBwdRefs, static: KdaStatic
+    chunks: list[stage_chunks.StageChunk], groups: list[KdaGroup], refs: kernel_bwd.KdaBwdRefs, static: KdaStatic
 ) -> None:
     """Take the gradient of the state back through the chunks of a grid step, whose gates are in scratch memory."""
     views = loads.of_chunks(refs, static, static.config.heads_bwd)
@@ -128,12 +129,12 @@ def _joined(trees: list) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
-def _prepare(refs, chunks: list[chunk_loop.StageChunk], views: list, static: KdaStatic) -> KdaGroup:
+def _prepare(refs, chunks: list[stage_chunks.StageChunk], views: list, static: KdaStatic) -> KdaGroup:
     """Return a group of chunks with what needs no state."""
     x = _joined(
         [kernel_bwd.load(view, chunk.valid, chunk.masks, static) for view, chunk in zip(views, chunks, strict=True)]
     )
-    A_inv, scores = (chunk_loop.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
+    A_inv, scores = (stage_chunks.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
     each = static.config.heads_bwd * static.K // packed.LANES
     at = slice(None), slice(chunks[0].index * each, (chunks[-1].index + 1) * each)
     of_outputs = tile_bwd.through_outputs(scores, x.do, refs.do.dtype)
@@ -161,7 +162,7 @@ def _finish(group: KdaGroup, static: KdaStatic) -> Iterator[None]:
     dS, *of_values = _joined(group.passed)
     each = zip(group.views, group.chunks, strict=True)
     v_new_over_beta = [layout.load_heads(view.v_new_over_beta, static.V, valid=x.valid) for view, x in each]
-    residuals = chunk_loop.load_each(group.refs.h, group.chunks), _joined(v_new_over_beta), group.scores
+    residuals = stage_chunks.load_each(group.refs.h, group.chunks), _joined(v_new_over_beta), group.scores
     gradients = yield from kernel_bwd.token_gradients(
         group.refs, group.x, residuals, of_values, dS, group.chunks[0].same, static
     )

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from chunkwise.kda import kernel, loads
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunk_loop, inverse, schedule
+from chunkwise.shared.kernels import inverse
+from chunkwise.shared.kernels.spans import chunk_loop, schedule, stage_chunks
 
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
@@ -45,7 +46,7 @@ def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
     )
 
 
-def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[chunk_loop.StageChunk]], static: KdaStatic) -> None:
+def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[stage_chunks.StageChunk]], static: KdaStatic) -> None:
     """Run both stages of a grid step on their chunks."""
     cur, prev = of_stages
     views, p = loads.of_chunks(refs, static, static.config.heads), static.p

@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import layout, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels import matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 
 
 def decays_scratch(heads: int, C: int, K: int, base: int, erase_before_decay: bool):

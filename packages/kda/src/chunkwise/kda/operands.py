@@ -5,7 +5,8 @@ import dataclasses
 import jax
 
 from chunkwise.kda import tile
-from chunkwise.shared.kernels import gate_activation, operands
+from chunkwise.shared.kernels import gate_activation
+from chunkwise.shared.kernels.spans import operands
 
 
 @dataclasses.dataclass(frozen=True)

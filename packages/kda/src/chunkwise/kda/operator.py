@@ -10,7 +10,8 @@ from chunkwise.shared.call import checks, configs, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import layout, matmul, packed
+from chunkwise.shared.kernels import matmul, packed
+from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 

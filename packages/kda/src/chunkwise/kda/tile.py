@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.kernels import layout, matmul, packed, tiles
+from chunkwise.shared.kernels import matmul, packed, tiles
+from chunkwise.shared.kernels.spans import layout
 
 # Rows of a vector register: to take blocks of so many rows apart, or to join them, costs nothing.
 SUBLANES = 8

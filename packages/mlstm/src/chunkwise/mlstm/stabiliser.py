@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import chunking, segment_tables
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels.spans import segment_tables
 from chunkwise.shared.plain import stream
 
 

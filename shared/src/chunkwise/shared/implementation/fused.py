@@ -22,9 +22,10 @@ from chunkwise.shared import compat, tuning
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
-from chunkwise.shared.kernels import chunk_spans, interleaved, launcher, layout, packed, pools
-from chunkwise.shared.kernels.chunk_spans import Spans
-from chunkwise.shared.kernels.operands import Operands
+from chunkwise.shared.kernels import interleaved, launcher, packed
+from chunkwise.shared.kernels.spans import chunk_spans, layout, pools
+from chunkwise.shared.kernels.spans.chunk_spans import Spans
+from chunkwise.shared.kernels.spans.operands import Operands
 from chunkwise.shared.plain import state_map
 
 # From operands, the static description of a launch, and the names of outputs to these outputs.

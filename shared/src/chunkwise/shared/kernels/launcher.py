@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
 from chunkwise.shared import compat, tuning
-from chunkwise.shared.kernels import derivatives, interleaved, joins, matmul
+from chunkwise.shared.kernels import derivatives, interleaved, matmul
+from chunkwise.shared.kernels.spans import joins
 
 
 def _without_float16(x):

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import layout, tiles
+from chunkwise.shared.kernels import tiles
+from chunkwise.shared.kernels.spans import layout
 
 # Bits of a float32: all but the sign, and the bits of infinity; larger numbers of bits are NaNs.
 _SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000

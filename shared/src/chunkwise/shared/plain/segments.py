@@ -17,7 +17,8 @@ from jax import lax
 
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments
-from chunkwise.shared.kernels import chunking, segment_tables, tiles
+from chunkwise.shared.kernels import chunking, tiles
+from chunkwise.shared.kernels.spans import segment_tables
 from chunkwise.shared.plain import isolation, state_map
 
 # From arguments without segment ids to the output [B, T, HV, V] and the final states [B, HV, K, V] or None.

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
-from chunkwise.shared.kernels import chunking, launcher, pools, tiles
+from chunkwise.shared.kernels import chunking, launcher, tiles
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.plain import recurrence
 from chunkwise.shared.serving import slot_rows
 from chunkwise.shared.serving.decode import choose, launch, records

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import pools
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import slot_rows, state_pool
 from chunkwise.shared.serving.state_pool import StatePool
 

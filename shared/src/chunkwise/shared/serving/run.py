@@ -16,7 +16,8 @@ from chunkwise.shared.call import arguments, checks, faults
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
-from chunkwise.shared.kernels import launcher, pools, tiles
+from chunkwise.shared.kernels import launcher, tiles
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import few_tokens, ring, state_pool, step_table
 from chunkwise.shared.serving.decode import choose, launch, records
 from chunkwise.shared.serving.decode.records import DecodeStatic

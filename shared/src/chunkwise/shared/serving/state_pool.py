@@ -23,7 +23,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from chunkwise.shared.call import checks, faults
-from chunkwise.shared.kernels import chunking, pools
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import slot_rows
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)

@@ -15,7 +15,8 @@ import numpy as np
 
 from chunkwise.shared.call import faults
 from chunkwise.shared.call.arguments import Slots
-from chunkwise.shared.kernels import chunking, pools
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels.spans import pools
 
 
 class ServingStep(NamedTuple):

@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.shared.kernels import interleaved, layout, matmul, packed
+from chunkwise.shared.kernels import interleaved, matmul, packed
+from chunkwise.shared.kernels.spans import layout
 
 
 def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunk_spans, chunking, interleaved, matmul, packed, segment_tables, tiles
+from chunkwise.shared.kernels import chunking, interleaved, matmul, packed, tiles
+from chunkwise.shared.kernels.spans import chunk_spans, segment_tables
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these functions for the
 # backward.

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunking, pools, segment_tables
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels.spans import pools, segment_tables
 
 # Rows of a table of pieces; the last one is there if states lie in a pool.
 SEQUENCE, CHUNK, PLACE, TARGET = range(4)

@@ -5,7 +5,8 @@ from typing import Any, Self
 
 import jax
 
-from chunkwise.shared.kernels import chunk_spans, chunking
+from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels.spans import chunk_spans
 
 # An array that a launch does not have. The operator and the launch tell which arrays there are; a type cannot.
 ABSENT: Any = None
