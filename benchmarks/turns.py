@@ -128,8 +128,8 @@ def turns_of(case: Layer, *others: Layer) -> Turns:
 
     The kernels of other layers may be in the same program, told apart by their steps.
 
-    The kernels of gated linear attention loop as often as their tables say. The kernels of KDA have a second
-    path for strong gates; it counts as not taken.
+    The kernels of gated linear attention loop as often as their tables say. The forwards that run the
+    kernels of KDA have a second path for rows after strong gates; it counts as not taken.
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
@@ -139,11 +139,8 @@ def turns_of(case: Layer, *others: Layer) -> Turns:
         if case.table.delta and not has_second_path(case) and "_summary_" in launch:
             # A state begins and ends once.
             return loop.turns - 2, [1] * len(loop.regions)
-        if case.table.delta and not (loop.regions and has_second_path(case) and found[1] != "state"):
+        if case.table.delta and not (loop.regions and has_second_path(case) and "_bwd_" not in launch):
             return None
-        if case.table.delta and found[1] == "bwd":
-            # The last region is the second path.
-            return loop.turns - 2, [*[loop.turns - 2] * (len(loop.regions) - 1), 0]
         if case.table.delta:
             # Steps of one block of heads or of all blocks: both do where no step runs a region.
             return loop.turns - 2, [0] * len(loop.regions)

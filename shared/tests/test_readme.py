@@ -8,7 +8,7 @@ import pytest
 import chunkwise.shared
 
 README = Path(__file__).parents[1] / "README.md"
-ROOMS = "kernels", "call", "plain", "implementation", "mesh", "serving", "serving/decode", "testing"
+ROOMS = "kernels", "kernels/spans", "call", "plain", "implementation", "mesh", "serving", "serving/decode", "testing"
 
 
 def table(room: str) -> str:

@@ -207,9 +207,8 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
         exact = matmul.operand_dtype(dtype) == jnp.float32
         g = loads.decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
     continuing = None if masks is None else refs.continuing
-    early, of_pack = static.erase_before_decay, range(n * K // packed.LANES, (n + p) * K // packed.LANES)
-    loads.store_gates(refs.decays, g, of_pack.start, refs.law is None)
-    loads.store_block_decays(refs.decays, of_pack, base, continuing, early)
+    early, first = static.erase_before_decay, n * K // packed.LANES
+    loads.store_block_decays(refs.decays, g, base, continuing, first, refs.law is None, early)
     decays, beta = loads.load_decays(refs.decays, pack, K, base, early), tiles.to_column(betas[n : n + p, None])
     # If the scores are precomputed, no decay between two rows of the chunk is needed.
     scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
@@ -376,7 +375,8 @@ def plan(
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
-    may_forget = inverts and static.may_forget
+    # True with base blocks but without a promise that keeps gates above `LEAST_GATE`.
+    may_forget = base > 1 and static.backward_base == 1
     cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
     matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)

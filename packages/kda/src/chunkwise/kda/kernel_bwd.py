@@ -1,10 +1,8 @@
 """The backward of Kimi delta attention in one launch, spans in reverse: loads and stores, kernel body, launcher.
 
-The mathematics is in tile_bwd.py. A grid step has two paths: with base blocks, and by levels for gates that are too
-strong for these.
+The mathematics is in tile_bwd.py.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -38,7 +36,6 @@ class KdaBwdRefs(NamedTuple):
     b: jax.Ref  # [C, heads K]
     w: jax.Ref  # [C, heads V]
     levels: jax.Ref  # int32 [2 C, C], `pair_table`
-    base_levels: jax.Ref | None  # int32 [2 C, C], with base blocks, where `levels` has none
     owner: jax.Ref  # int32 [1, 1, C]
     h: jax.Ref  # [heads, V, K]
     v_new_over_beta: jax.Ref  # [C, heads V]
@@ -114,20 +111,18 @@ class Loaded(NamedTuple):
 
 
 def load(refs: KdaBwdRefs, valid, masks, static: KdaStatic) -> Loaded:
-    """Load the tokens of a chunk, and make its decays of its gates, both in scratch memory.
-
-    `valid` and `masks` are as in `StageChunk`.
-    """
+    """Load the tokens of a chunk, and store its decays in scratch memory; `valid` and `masks` as in `StageChunk`."""
     heads = static.config.heads_bwd
-    q = loads.load_keys(refs.q, valid, static)  # [key heads, C, K]
-    k, e, factor = loads.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
-    betas = loads.load_gates(refs, valid, static)[1]  # [heads, C]
-    group, rounding = min(static.group, heads), None
-    base, early = base_of(refs, static), static.erase_before_decay
     if masks is not None:
         loads.store_continuing(refs.continuing, masks)
-    continuing, every = None if masks is None else refs.continuing, range(heads * static.K // packed.LANES)
-    loads.store_block_decays(refs.decays, every, base, continuing, early, static.anchor)
+    q = loads.load_keys(refs.q, valid, static)  # [key heads, C, K]
+    k, e, factor = loads.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
+    gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
+    group, rounding = min(static.group, heads), None
+    g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
+    base, early = base_of(refs, static), static.erase_before_decay
+    continuing = None if masks is None else refs.continuing
+    loads.store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
@@ -149,35 +144,8 @@ def base_of(refs: KdaBwdRefs, static: KdaStatic) -> int:
     return 0 if refs.dq is None else static.backward_base
 
 
-def store_gates(refs: KdaBwdRefs, valid, static: KdaStatic) -> None:
-    """Store the gates of a chunk in scratch memory, for `load`."""
-    g = loads.load_gates(refs, valid, static)[0]  # [C, heads K]
-    loads.store_gates(refs.decays, g if refs.law is None else loads.decays_of(g, refs, valid, static))
-
-
-def run_by_gates(refs: KdaBwdRefs, static: KdaStatic, body: Callable[[KdaBwdRefs, KdaStatic], None]) -> None:
-    """Run the body by base blocks where the gates in scratch memory are weak enough, and otherwise by levels."""
-    if refs.base_levels is None:
-        body(refs, static)
-        return
-    bounded = loads.least_sum(refs.decays) >= jnp.float32(tile.LEAST_SUM)
-    by_base = dataclasses.replace(static, backward_base=static.base, anchor=tile.NEAR_ANCHOR)
-    chunk_loop.either(
-        bounded, lambda: body(refs._replace(levels=refs.base_levels), by_base), lambda: body(refs, static)
-    )
-
-
 def _grid_step(refs: KdaBwdRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Run a grid step."""
-    store_gates(refs, chunk.valid, static)
-    if chunk.masks is not None:
-        # One path for all sequences of a chunk, because none of them may change the rounding of another.
-        refs = refs._replace(base_levels=None)
-    run_by_gates(refs, static, functools.partial(_pass_chunk, chunk))
-
-
-def _pass_chunk(chunk: stage_chunks.StageChunk, refs: KdaBwdRefs, static: KdaStatic) -> None:
-    """Take the gradient of the state back through a chunk, and store the gradients of its tokens."""
     x, dtype = load(refs, chunk.valid, chunk.masks, static), refs.do.dtype
     A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
     of_outputs = tile_bwd.through_outputs(scores, x.do, dtype)
@@ -343,8 +311,7 @@ def plan(
     # of other blocks.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
     base = static.backward_base if of_tokens else 0
-    early, may_forget = static.erase_before_decay, of_tokens and static.may_forget
-    levels = lambda base: jnp.asarray(tile_bwd.pair_table(C, base, early))
+    early = static.erase_before_decay
     scratch: dict[str, Any] = {"decays": loads.decays_scratch(static.chunks * heads, C, K, base, early)}
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
@@ -359,8 +326,7 @@ def plan(
         grid=(B, blocks, static.spans),
         tables={"table": x.table},
         inputs={
-            "levels": (levels(base) if base else None, loads.whole_block(2 * C, C)),
-            "base_levels": (levels(static.base) if may_forget else None, loads.whole_block(2 * C, C)),
+            "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, loads.whole_block(2 * C, C)),
             "q": (x.q, key),
             "k": (x.k, key),
             "g": (g, gate),

@@ -80,22 +80,7 @@ def _grid_step(
     refs: kernel_bwd.KdaBwdRefs, chunks: list[stage_chunks.StageChunk], static: KdaStatic
 ) -> list[stage_chunks.StageChunk]:
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
-    groups: list[KdaGroup] = []
-    for view, chunk in zip(loads.of_chunks(refs, static, static.config.heads_bwd), chunks, strict=True):
-        kernel_bwd.store_gates(view, chunk.valid, static)
-    if chunks[0].masks is not None:
-        # One path for all sequences, because none of them may change the rounding of another.
-        refs = refs._replace(base_levels=None)
-    kernel_bwd.run_by_gates(refs, static, functools.partial(_pass_chunks, chunks, groups))
-    return [x for group in groups for x in group.chunks]
-
-
-def _pass_chunks(
-    chunks: list[stage_chunks.StageChunk], groups: list[KdaGroup], refs: kernel_bwd.KdaBwdRefs, static: KdaStatic
-) -> None:
-    """Take the gradient of the state back through the chunks of a grid step, whose gates are in scratch memory."""
-    views = loads.of_chunks(refs, static, static.config.heads_bwd)
-    groups.clear()  # of the other path
+    views, groups = loads.of_chunks(refs, static, static.config.heads_bwd), []
     # Every chunk has masks of its own.
     size = max(1, GROUP // static.config.heads_bwd) if chunks[0].masks is None else 1
 
@@ -122,6 +107,7 @@ def _pass_chunks(
     schedule.interleave("m" + each * -(-static.chunks // size), **stages)
     for _ in stages["f"]:
         pass
+    return [x for group in groups for x in group.chunks]
 
 
 def _joined(trees: list) -> Any:

@@ -26,23 +26,10 @@ def decays_scratch(heads: int, C: int, K: int, base: int, erase_before_decay: bo
     )
 
 
-def store_gates(ref, g, first: int = 0, in_nats: bool = True) -> None:
-    """Store the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats, for `store_block_decays`."""
-    g = g * tiles.LOG2_E if in_nats else g
-    for n in range(g.shape[1] // packed.LANES):
-        ref[0, first + n] = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
-
-
-def least_sum(ref) -> jax.Array:
-    """Return the least sum of the gates after the first row of a block of 8 rows, where `store_gates` stored them."""
-    tile_sums = [sum(layout.load_every(ref.at[0, n], tile.SUBLANES)[1:]) for n in range(ref.shape[1])]
-    return jnp.min(functools.reduce(jnp.minimum, tile_sums))
-
-
 def store_block_decays(
-    ref, which: range, base: int, continuing=None, erase_before_decay: bool = False, anchor: float = tile.ANCHOR
+    ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True, erase_before_decay: bool = False
 ) -> None:
-    """Store the `tile.block_decays` of the gates of some tiles, in whose place `store_gates` has stored the gates.
+    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
 
     `continuing` is a Ref [C, 128] of `tile.continuing`, or None.
 
@@ -51,10 +38,12 @@ def store_block_decays(
     back.
     """
     continuing = None if continuing is None else layout.load_every(continuing, tile.SUBLANES)  # each [C / 8, 128]
-    for n in which:
-        gates = layout.load_every(ref.at[0, n], tile.SUBLANES)
-        for i, x in enumerate(tile.block_decays(gates, base, continuing, erase_before_decay, anchor)):
-            layout.store_every(ref.at[i, n], x)
+    for n in range(g.shape[1] // packed.LANES):
+        each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
+        ref[0, first + n] = each * tiles.LOG2_E if in_nats else each
+        gates = layout.load_every(ref.at[0, first + n], tile.SUBLANES)
+        for i, x in enumerate(tile.block_decays(gates, base, continuing, erase_before_decay)):
+            layout.store_every(ref.at[i, first + n], x)
 
 
 def load_decays(ref, heads: range, K: int, base: int, erase_before_decay: bool) -> tile.ChannelDecays:

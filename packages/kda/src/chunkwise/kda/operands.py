@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 
-from chunkwise.kda import tile
 from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.kernels.spans import operands
 
@@ -38,18 +37,11 @@ class KdaStatic(operands.FusedStatic):
     Attributes:
       gate_law: the law of raw gates, or None.
       base: rows of the diagonal blocks that one product covers, in the forward.
-      backward_base: the same for a backward whose gates may have any strength.
+      backward_base: the same for the backward, where gradients of strong gates are as small as their decays.
       erase_before_decay: whether erase keys read the state before the decay of their token.
-      anchor: the factor of the first row of a diagonal block, in the backward.
     """
 
     gate_law: gate_activation.Law | None = None
     base: int = 1
     backward_base: int = 1
     erase_before_decay: bool = False
-    anchor: float = tile.ANCHOR
-
-    @property
-    def may_forget(self) -> bool:
-        """Whether base blocks are in use without a promise about gates, so that strong gates need a second path."""
-        return self.base > 1 and self.backward_base == 1

@@ -29,10 +29,6 @@ SUBLANES = 8
 ANCHOR = 2.0**72
 # The least gate, to base 2, that a promise may allow so that base blocks are right for all rows.
 LEAST_GATE = -24.0
-# Where nobody promises how strong gates are, a backward takes base blocks if no seven gates after the first row of one
-# add up to less than this, to base 2. With 2^32 in the place of 2^72 no factor is beyond 2^-32 and 2^32 then, so that
-# small gradients do not underflow in their products.
-LEAST_SUM, NEAR_ANCHOR = -64.0, 2.0**32
 # A row whose factor is below this for any channel goes by levels: the inverse of the factor may overflow.
 LEAST_FACTOR = 2.0**-96
 
@@ -116,9 +112,7 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     return [*levels, start, end]
 
 
-def base_factors(
-    g: list[jax.Array], continuing: list[jax.Array] | None, anchor: float = ANCHOR
-) -> list[list[jax.Array]]:
+def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[list[jax.Array]]:
     """Return the factors of rows and of columns in blocks of 8 rows, given and returned row by row.
 
     The factors of a row have no gate of a later row, so that no bit of a result depends on later tokens. Those of the
@@ -128,9 +122,8 @@ def base_factors(
       g: the gates.
       continuing: as in `block_decays`. A row that does not continue starts like the first row of the block: factors
         count only gates of their row's sequence, so that no sequence changes the rounding of another.
-      anchor: the factor of a first row.
     """
-    zero, row_0, column_0 = (jnp.full_like(g[0], x) for x in (0.0, anchor, 1 / anchor))
+    zero, row_0, column_0 = (jnp.full_like(g[0], x) for x in (0.0, ANCHOR, 1 / ANCHOR))
     rows, columns = [row_0], [column_0]
     total, row, column = zero, row_0, column_0  # the gates after a row before, and the factors of that row
     for i in range(1, SUBLANES):
@@ -146,9 +139,8 @@ def base_factors(
 
 
 def block_decays(
-    g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None, erase_before_decay: bool = False,
-    anchor: float = ANCHOR,
-) -> list[list[jax.Array]]:  # fmt: skip
+    g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None, erase_before_decay: bool = False
+) -> list[list[jax.Array]]:
     """Return the decays in blocks of 8 rows from gates to base 2, row by row.
 
     Sums of gates have one sign, so nothing cancels; None is the sum of no gates. With a base of 0, only the decays from
@@ -160,13 +152,12 @@ def block_decays(
       base: the rows of base blocks.
       continuing: 1 for a row of the same sequence as the row before it, else 0; None if all rows are of one sequence.
       erase_before_decay: whether erase keys read the state before the decay of their token.
-      anchor: as in `base_factors`.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
     *sums, start, end = join_blocks(g, [None] * len(g), join, lambda x: x)
     sums = [start, end] if base != 1 else [*sums, start, end]
     one = jnp.ones_like(g[0])
-    decays = base_factors(g, continuing, anchor) if base > 1 else []
+    decays = base_factors(g, continuing) if base > 1 else []
     decays += [[one if x is None else jnp.exp2(x) for x in each] for each in sums]
     if erase_before_decay:
         of_rows = [x for i, x in enumerate(decays[:-1]) if base <= 1 or i != 1]
