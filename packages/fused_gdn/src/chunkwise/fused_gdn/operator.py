@@ -74,9 +74,8 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
 
 def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
     """Run the launch that only takes states through the tokens; segments take one chunk a grid step there."""
-    if x.owner is not None:
-        return launcher.launch(**kernel_map.plan(x, static, outputs))
-    return fused.by_chunks(kernel_chunks, kernel_map)(x, static, outputs)
+    module = kernel_chunks if x.owner is None and kernel_chunks.takes(x, static) else kernel_map
+    return launcher.launch(**module.plan(x, static, outputs))
 
 
 KERNELS = fused.Kernels(

@@ -84,7 +84,7 @@ def by_chunks(several: Any, one: Any, **options: Any) -> Launch:
       **options: further arguments of both plans.
     """
 
-    def launch(x: object, static: object, outputs: tuple[str, ...]) -> dict[str, Any]:
+    def launch(x: Any, static: Any, outputs: tuple[str, ...]) -> dict[str, Any]:
         module = several if several.takes(x, static) else one
         return launcher.launch(**module.plan(x, static, outputs, **options))
 
@@ -189,7 +189,7 @@ def _outputs(options: Options) -> tuple[str, ...]:
     return ("o", "ht") if options.output_final_state else ("o",)
 
 
-def _user_output(o: object, x: Arguments) -> jax.Array:
+def _user_output(o: Any, x: Arguments) -> jax.Array:
     """Return an output of a kernel as the user has it: of the tokens of the queries, with the heads and type of v."""
     tokens = interleaved.first(x.q).shape[1]
     return layout.from_lanes(interleaved.first(o), *x.v.shape[2:], tokens).astype(x.v.dtype)
