@@ -92,12 +92,8 @@ def _grid_step(refs: GdnBwdRefs, chunk: stage_chunks.StageChunk, static: FusedSt
 
 def store(refs: GdnBwdRefs, gradients, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
     """Store the gradients of the tokens of a chunk that `tile_bwd.token_gradients` returns."""
-    (dq, dk, dv, later, earlier, crossing, dbeta), valid, masks, at = (
-        gradients,
-        chunk.valid,
-        chunk.masks,
-        chunk.rows(s.C),
-    )
+    dq, dk, dv, later, earlier, crossing, dbeta = gradients
+    valid, masks, at = chunk.valid, chunk.masks, chunk.rows(s.C)
     if static.normalise:
         dq = tiles.l2norm_gradient(layout.load_heads(refs.q, s.K, valid=valid, at=at), dq)
         dk = tiles.l2norm_gradient(layout.load_heads(refs.k, s.K, valid=valid, at=at), dk)

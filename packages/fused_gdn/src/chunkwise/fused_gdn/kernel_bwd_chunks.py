@@ -48,17 +48,12 @@ class Group(NamedTuple):
 
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return _in_spans(static).chunks > 1 and (x.owner is None or static.config.heads_bwd < 16)
-
-
-def _in_spans(static: FusedStatic) -> FusedStatic:
-    """Return the description of a launch whose spans may have several chunks, as pieces have already."""
-    return static if static.varlen else static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks))
+    return static.in_even_spans().chunks > 1 and (x.owner is None or static.config.heads_bwd < 16)
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    static = _in_spans(static)
+    static = static.in_even_spans()
     return kernel_bwd.plan(x.in_spans_of(static), static, outputs, _kernel)
 
 

@@ -47,17 +47,12 @@ class KdaGroup(NamedTuple):
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
-    return _in_spans(static).chunks > 1
-
-
-def _in_spans(static: KdaStatic) -> KdaStatic:
-    """Return the description of a launch whose spans may have several chunks, as pieces have already."""
-    return static if static.varlen else static.in_spans_of(chunk_loop.even_chunks(static, static.config.chunks_bwd))
+    return static.in_even_spans().chunks > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
     """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
-    static = _in_spans(static)
+    static = static.in_even_spans()
     return kernel_bwd.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
 

@@ -68,10 +68,17 @@ def check_type(name: str, dtype, known: Iterable[Any] = _FLOATS) -> Any:
     return found
 
 
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number that is known when the program is built."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_size(name: str, size) -> None:
     """Check that an argument that is known when the program is built is a whole number above 0."""
-    whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-    check(whole and int(size) > 0, f"`{name}` must be a whole number above 0{when_built(size)}; got {shown(size)}.")
+    check(
+        is_whole(size) and int(size) > 0,
+        f"`{name}` must be a whole number above 0{when_built(size)}; got {shown(size)}.",
+    )
 
 
 def check_activation(activation) -> None:
@@ -177,9 +184,8 @@ def when_built(value) -> str:
 
 def check_chunk_size(chunk_size) -> None:
     """Check that the chunk size is one that the kernels are built for."""
-    number = isinstance(chunk_size, numbers.Integral) and not isinstance(chunk_size, bool)
     check(
-        number and chunk_size in tuning.CHUNK_SIZES,
+        is_whole(chunk_size) and chunk_size in tuning.CHUNK_SIZES,
         f"`chunk_size` must be one of {tuning.CHUNK_SIZES}{when_built(chunk_size)}; got {shown(chunk_size)}.",
     )
 
@@ -318,9 +324,8 @@ def check_decode_tokens(decode_tokens, indices, replay: int) -> None:
             f"`decode_tokens` must be None without a ring; got {shown(decode_tokens)}: `state_indices` [N, W] says it.",
         )
         return
-    number = isinstance(decode_tokens, numbers.Integral) and not isinstance(decode_tokens, bool)
     check(
-        decode_tokens is None or (number and 1 <= int(decode_tokens) <= replay),
+        decode_tokens is None or (is_whole(decode_tokens) and 1 <= int(decode_tokens) <= replay),
         f"`decode_tokens` must be from 1 to {replay}, the tokens of the ring{when_built(decode_tokens)}; got "
         f"{shown(decode_tokens)}.",
     )
@@ -333,7 +338,7 @@ def check_decode_tokens(decode_tokens, indices, replay: int) -> None:
 
 def _check_count(name: str, value, most: int) -> None:
     """Check a number of sequences, which may be traced; None passes."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if is_whole(value):
         check(0 <= int(value) <= most, f"`{name}` must be from 0 to {most}; got {value}.")
     elif value is not None:
         # Under jax_enable_x64 jit turns a Python int into an int64 array with a weak type.
@@ -371,10 +376,9 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
         return
     # Any number of columns but none is right.
     _check_typed("block_state_indices", blocks, (N, *(getattr(blocks, "shape", ())[1:2] or (1,))), jnp.int32)
-    number = isinstance(block_size, numbers.Integral) and not isinstance(block_size, bool)
     rule = "a positive number of tokens" if chunk_size is None else f"a multiple of the chunk size {chunk_size}"
     check(
-        number and int(block_size) > 0 and int(block_size) % (chunk_size or 1) == 0,
+        is_whole(block_size) and int(block_size) > 0 and int(block_size) % (chunk_size or 1) == 0,
         f"`block_size` must be {rule}{when_built(block_size)}; got {shown(block_size)}.",
     )
 

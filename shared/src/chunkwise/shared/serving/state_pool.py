@@ -12,7 +12,6 @@ becomes the checkpoint. A ring holds the gates themselves, not their sums, becau
 exact.
 """
 
-import numbers
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,7 +112,7 @@ def make_pool(
     H = HV if H is None else H
     for name, size in dict(slots=slots, HV=HV, K=K, V=V, H=H).items():
         checks.check_size(name, size)
-    fits = _is_count(replay) and replay >= 0
+    fits = checks.is_whole(replay) and replay >= 0
     checks.check(fits, f"`replay` must be a number of tokens, or 0; got {checks.shown(replay)}.")
     most = checks.MOST_COUNTED
     checks.check(slots <= most, f"`slots` must be at most {most}, which int32 counts; got {slots}.")
@@ -155,10 +154,6 @@ def pool_formats(pool):
     """
     here = SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda x: Format(Layout(tuple(range(x.ndim))), getattr(x, "sharding", None) or here), pool)
-
-
-def _is_count(size) -> bool:
-    return isinstance(size, numbers.Integral) and not isinstance(size, bool)
 
 
 def ring_dtype(dtype):

@@ -19,11 +19,6 @@ from chunkwise.shared.kernels.spans.operands import FusedStatic
 from chunkwise.shared.kernels.spans.stage_chunks import Rows, StageChunk
 
 
-def even_chunks(static: FusedStatic, most: int) -> int:
-    """Return the chunks of a span of a backward, `most` or less: about as many in the last one as in the others."""
-    return -(-static.spans // -(-static.spans // most))
-
-
 def span_of(grid_step, stage: int, stages: int, spans: int):
     """Return the span that a stage of a pipeline works on: stage 0 had it `stage` grid steps earlier.
 
@@ -269,11 +264,7 @@ def run_backward(
       in_lanes: more such Refs, whose tokens lie in the lanes.
       sums: Refs of sums over tokens, or None.
     """
-    if refs.dh0 is not None:
-        # The block of the output stays in fast memory until another sequence begins.
-        refs = refs._replace(dstate=refs.dh0)
-    span = current_span_backwards(refs.table, static)
-    start_state(refs.dstate, refs.dht, ends(span))
+    refs, span = _begin_backward(refs, static)
 
     def run(rows: Rows) -> None:
         chunk = stage_chunks.stage_chunk(span, rows, static.C, refs.owner)
@@ -305,11 +296,7 @@ def run_backward_chunks(
       results, in_lanes: return the Refs of a chunk by its number, as in `run_backward`.
       sums: as in `run_backward`.
     """
-    if refs.dh0 is not None:
-        # The block of the output stays in fast memory until another sequence begins.
-        refs = refs._replace(dstate=refs.dh0)
-    span = current_span_backwards(refs.table, static)
-    start_state(refs.dstate, refs.dht, ends(span))
+    refs, span = _begin_backward(refs, static)
 
     def run(rows: Rows) -> None:
         chunks = stage_chunks.chunks_of(span, static, rows, refs.owner)
@@ -324,6 +311,16 @@ def run_backward_chunks(
 
     written = [ref for i in range(static.chunks) for ref in (*results(i), *in_lanes(i))]
     run_variant(run, refs, all_chunks(span, static), static, written, backwards=True)
+
+
+def _begin_backward(refs: Any, static: FusedStatic) -> tuple[Any, Any]:
+    """Return the Refs with a dstate, in which the gradient of the state has begun if a sequence ends, and the span."""
+    if refs.dh0 is not None:
+        # The block of the output stays in fast memory until another sequence begins.
+        refs = refs._replace(dstate=refs.dh0)
+    span = current_span_backwards(refs.table, static)
+    start_state(refs.dstate, refs.dht, ends(span))
+    return refs, span
 
 
 def run_variant(

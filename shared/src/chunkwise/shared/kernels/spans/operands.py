@@ -150,6 +150,14 @@ class FusedStatic:
         """
         return self if self.varlen else self.in_spans_of(max(1, min(self.config.chunks, self.spans // 4)))
 
+    def in_even_spans(self) -> Self:
+        """Return the description of a backward whose spans may have several chunks, as pieces have already.
+
+        There are about as many chunks in the last span of a row as in the others.
+        """
+        spans = -(-self.spans // self.config.chunks_bwd)
+        return self if self.varlen else self.in_spans_of(-(-self.spans // spans))
+
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that costs depend on, by name."""
         return dict(B=self.B, T=self.T, H=self.H, HV=self.HV, K=self.K, V=self.V, C=self.C)
