@@ -231,7 +231,7 @@ def _update(arrays: Arrays, options: ConvOptions) -> Results:
 
 
 def _slots(arrays: Arrays) -> arguments.Slots:
-    return arguments.Slots(*(arrays.get(name) for name in arguments.Slots._fields))
+    return arguments.Slots(**{name: arrays[name] for name in arguments.Slots._fields if name in arrays})
 
 
 def _after(arrays: Arrays, before, boundaries) -> Arrays:
@@ -278,6 +278,6 @@ def update_for(named: Arrays) -> LayerPart[ConvOptions]:
     """Return STEP if there is an argument that only serving steps have, else UPDATE."""
     slots, block_size = _slots(named), named["block_size"]
     none = isinstance(slots.num_decodes, int) and slots.num_decodes == 0
-    more = (block_size, *slots._replace(state_indices=None, has_initial_state=None, num_decodes=None))
+    more = (block_size, *slots._replace(state_indices=arguments.ABSENT, has_initial_state=None, num_decodes=None))
     columns = getattr(slots.state_indices, "ndim", 1) == 2
     return STEP if columns or not none or any(y is not None for y in more) else UPDATE

@@ -27,11 +27,6 @@ def is_number(value: object) -> bool:
     return bool(real and abs(value) <= _MOST)
 
 
-def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """The sizes that all layers have.
@@ -67,8 +62,7 @@ class LayerConfig:
 
     def __post_init__(self):
         for name in ("D", "H", "HV", "K", "V", "W"):
-            size = getattr(self, name)
-            checks.check(is_whole(size) and int(size) > 0, f"`{name}` must be a whole number above 0; got {size!r}.")
+            checks.check_size(name, getattr(self, name))
         checks.check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
         checks.check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
         checks.check(is_number(self.eps) and self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
@@ -104,7 +98,8 @@ class LayerConfig:
 
 def _check_rank(name: str, rank: int | None) -> None:
     """Check the rank of a projection, which may be None."""
-    checks.check(rank is None or (is_whole(rank) and rank > 0), f"`{name}` must be None or above 0; got {rank!r}.")
+    fits = rank is None or (checks.is_whole(rank) and rank > 0)
+    checks.check(fits, f"`{name}` must be None or above 0; got {rank!r}.")
 
 
 def _check_lower_bound(bound: float | None) -> None:
@@ -250,7 +245,7 @@ class LightningAttentionConfig(LayerConfig):
         super().__post_init__()
         for name in ("layer", "layers"):
             value = getattr(self, name)
-            checks.check(is_whole(value), f"`{name}` must be a whole number; got {value!r}.")
+            checks.check(checks.is_whole(value), f"`{name}` must be a whole number; got {value!r}.")
         checks.check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
 
     @property
@@ -323,8 +318,7 @@ class GatedDeltaProductConfig(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        n = self.num_householder
-        checks.check(is_whole(n) and n > 0, f"`num_householder` must be a whole number above 0; got {n!r}.")
+        checks.check_size("num_householder", self.num_householder)
         checks.check_flags(forget_gate=self.forget_gate, allow_neg_eigval=self.allow_neg_eigval)
 
     @property
@@ -370,8 +364,7 @@ class Rwkv7AttentionConfig(LayerConfig):
         checks.check(self.HV == self.H, f"`HV` must be `H`; got {self.HV} and {self.H}.")
         checks.check(self.W == 2, f"`W` must be 2, the tokens of a token shift; got {self.W}.")
         for name in ("R_decay", "R_rate", "R_gate"):
-            rank = getattr(self, name)
-            checks.check(is_whole(rank) and rank > 0, f"`{name}` must be a whole number above 0; got {rank!r}.")
+            checks.check_size(name, getattr(self, name))
         _check_rank("R_first", self.R_first)
 
     @property

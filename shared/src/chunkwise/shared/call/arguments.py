@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, gates
 from chunkwise.shared.kernels import chunking, interleaved, launcher, tiles
+from chunkwise.shared.kernels.spans.operands import ABSENT
 
-# How an array is split over the devices of a mesh.
-Sharding = NamedSharding | PartitionSpec
+Sharding = checks.Sharding
 
 
 class Slots(NamedTuple):
@@ -34,14 +33,14 @@ class Slots(NamedTuple):
       num_sequences: scalar, how many of the N sequences exist; None for all.
     """
 
-    # A caller may give numbers, and it depends on the operator which fields are None: a type cannot say that.
-    state_indices: Any = None
-    has_initial_state: Any = None
-    read_indices: Any = None
-    num_accepted_tokens: Any = None
-    block_state_indices: Any = None
+    state_indices: jax.Array = ABSENT
+    has_initial_state: jax.Array | None = None
+    read_indices: jax.Array | None = None
+    num_accepted_tokens: jax.Array | None = None
+    block_state_indices: jax.Array | None = None
+    # A caller may give a number, and a type cannot say where it is an array.
     num_decodes: Any = None
-    num_sequences: Any = None
+    num_sequences: jax.Array | int | None = None
 
 
 class Arguments(NamedTuple):
@@ -66,13 +65,12 @@ class Arguments(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    # It depends on the operator which of these are None, and a type cannot say that.
-    g: Any = None
-    beta: Any = None
+    g: jax.Array = ABSENT
+    beta: jax.Array = ABSENT
     g_gamma: jax.Array | None = None
     scale: Any = None
     initial_state: Any = None
-    cu_seqlens: Any = None
+    cu_seqlens: jax.Array = ABSENT
     A_log: jax.Array | None = None
     dt_bias: jax.Array | None = None
     segment_ids: jax.Array | None = None
@@ -138,8 +136,7 @@ class Options(NamedTuple):
 
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
-    # It is a number wherever it is read, and a type cannot say that.
-    chunk_size: Any = None
+    chunk_size: int = ABSENT
     min_gate: float | None = None
     activation: gates.GateActivation = gates.GateActivation()
     sharding: Sharding | None = None
@@ -148,7 +145,7 @@ class Options(NamedTuple):
     decode_tokens: int | None = None
     config: Any = None
     erase_before_decay: bool = False
-    scale: Any = None
+    scale: float = ABSENT
     large_steps: bool = True
     disable_recompute: bool = False
 

@@ -15,6 +15,8 @@ from chunkwise.shared.kernels import activations
 
 # The implementations of operators: plain JAX, a chain with one kernel for every stage, one kernel for every direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
+# How an array is split over the devices of a mesh.
+Sharding = NamedSharding | PartitionSpec
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Tokens, chunks and slots are counted in int32.
 MOST_COUNTED = 2**31 - 1
@@ -386,7 +388,7 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
 def check_sharding(sharding: object) -> None:
     """Check the type of a user's `sharding`."""
     check(
-        sharding is None or isinstance(sharding, NamedSharding | PartitionSpec),
+        sharding is None or isinstance(sharding, Sharding),
         f"`sharding` must be None, a NamedSharding or a PartitionSpec; got {type(sharding).__name__}.",
     )
 

@@ -126,7 +126,7 @@ def in_plain_jax(function: Callable, *static: int) -> Callable:
     @functools.wraps(function)
     def run(x: Arguments, options: Options, *more: Any) -> Any:
         scale = arguments.whole_scale(x, options)
-        return compiled(x._replace(scale=scale), options._replace(scale=None), *more)
+        return compiled(x._replace(scale=scale), options._replace(scale=arguments.ABSENT), *more)
 
     return run
 

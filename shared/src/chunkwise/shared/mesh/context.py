@@ -80,7 +80,7 @@ def _segments(
     starts = jnp.sum(begins.astype(jnp.int32), axis=1)
     # If no segment is before this device, the first segment that begins here starts from the state that comes in.
     passes = starts <= jnp.where(any_before, 0, 1)
-    return x._replace(cu_seqlens=None, segment_ids=ids), Part(enters, passes, valid)
+    return x._replace(cu_seqlens=arguments.ABSENT, segment_ids=ids), Part(enters, passes, valid)
 
 
 def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:

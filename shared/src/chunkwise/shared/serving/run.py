@@ -203,7 +203,7 @@ def _decode(
     """Return the outputs of the decodes, whose tokens are the first tokens of x, and the pool."""
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
-    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=None)
+    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=arguments.ABSENT)
     static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay)
     if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
         made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)

@@ -84,7 +84,7 @@ def is_released(named: Mapping[str, Any]) -> bool:
 def released(named: Mapping[str, Any], layer: Any) -> config.Rwkv7AttentionConfig:
     """Return the config of a layer of a released file of RWKV-7, from the shapes of its arrays."""
     _check_given(layer)
-    whole = config.is_whole(layer) and layer >= 0
+    whole = checks.is_whole(layer) and layer >= 0
     checks.check(whole, f"`layer` must be a whole number from 0 on; got {settings.shown(layer)}.")
 
     def shape(name: str) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def shown(value: object) -> str:
 
 def is_size(value: Any) -> bool:
     """Return whether a value is a whole number above 0, and small enough for a size."""
-    return config.is_whole(value) and 0 < value < 2**31
+    return checks.is_whole(value) and 0 < value < 2**31
 
 
 def _is_limit(value: object) -> bool:
