@@ -19,7 +19,7 @@ def axis_type(mesh, name: str) -> jax.sharding.AxisType:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name]
 
 
-def varying_axes(*operands: Any) -> frozenset[str]:
+def varying_axes(*operands: object) -> frozenset[str]:
     """Return the mesh axes over which any array varies; it has some only under a checking `shard_map`."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
 

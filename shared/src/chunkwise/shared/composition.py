@@ -57,7 +57,7 @@ def interleave(*tokens: jax.Array) -> jax.Array:
 
 
 def over_tokens(
-    operator: Any, form: str, x: Arguments, options: Options, implementation: str | None, n: int
+    operator: object, form: str, x: Arguments, options: Options, implementation: str | None, n: int
 ) -> tuple[jax.Array, Any]:
     """Run a form of an `Operator` and return its output at the tokens with queries, and its states or pool.
 
@@ -82,7 +82,7 @@ def over_tokens(
 
 def _slots_of_decodes(x: Arguments, options: Options, n: int) -> tuple[Arguments, Options]:
     """Return slots of a step whose decodes have n times as many tokens: only the state after the last of n is kept."""
-    slots: Any = x.slots
+    slots: arguments.Slots = x.slots
     replay = state_pool.as_pool(x.initial_state).replay
     if replay:
         most = options.decode_tokens or 1

@@ -30,7 +30,7 @@ class PartOptions:
 
     implementation: str | None
     sharding: Sharding | None
-    context_axis: Any = None
+    context_axis: str | tuple[str, ...] | None = None
     output_final_state: bool = False
 
 

@@ -1,6 +1,6 @@
 """Where sequences begin and end in a batch: in rows, in a packed batch, or in rows of segments."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ class ConvSequences(NamedTuple):
         token.
     """
 
-    age: Any
-    left: Any
+    age: jax.Array | None
+    left: jax.Array | None
     row: jax.Array
     start: jax.Array
     length: jax.Array

@@ -73,7 +73,7 @@ def name_of(x: ChunkHOperands, direction: str) -> str:
     return f"chunk_{'fwd_h' if x.w is None else 'gated_delta_rule_fwd_h'}_{direction}_{gating.suffix(x.k, x.g)}"
 
 
-def given(array: jax.Array | None, spec: Any) -> Any:
+def given(array: jax.Array | None, spec: object) -> Any:
     """Return a spec, or the type of a result, for an array; None for an array that there is not."""
     return None if array is None else spec
 

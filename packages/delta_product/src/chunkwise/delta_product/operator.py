@@ -35,7 +35,7 @@ recurrent = functools.partial(_run, "recurrent")
 ragged = functools.partial(_run, "ragged")
 
 
-def check(x: Arguments, options: Options, n: Any) -> Arguments:
+def check(x: Arguments, options: Options, n: int) -> Arguments:
     """Check the tensors; return them with the shapes of keys and values of one step, and with zeros for no gate."""
     checks.check_size("num_householder", n)
     configs.check_config(options.config, config)

@@ -178,7 +178,7 @@ def _grid_step(
             getattr(refs, name)[part.packs_at] = x
 
 
-def prepare(refs: Any, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> dict[str, jax.Array]:
+def prepare(refs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> dict[str, jax.Array]:
     """Return the arrays of some heads of cur that the next grid step needs, by the names of Refs in scratch memory."""
     g = tile.pack_gates(gates, part)
     pairs, start, end = tile.boundary_decays(g, part, masks)

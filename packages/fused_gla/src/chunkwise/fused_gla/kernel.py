@@ -119,7 +119,7 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
     }
 
 
-def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: Any) -> dict[str, Any]:
+def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: bool) -> dict[str, Any]:
     """Return the arguments of `launcher.launch` that all launches of this package have: name, grid, table and cost."""
     return dict(
         name=f"chunk_gla_{kind}_c{s.C}" + ("" if x.table is None else "_varlen"),

@@ -44,6 +44,7 @@ from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import ABSENT
 
 # Heads that take the state through a chunk together: in a launch that makes the inverse and the output, and in others.
 STAGE, HALF_STAGE = 4, 8
@@ -280,7 +281,7 @@ def pass_chunk(refs: KdaFwdRefs, prev: stage_chunks.StageChunk, static: KdaStati
         refs.A_inv_out[...] = A_inv
     stages = stages_of(static, STAGE if refs.o is not None and refs.A_inv is None else HALF_STAGE)
     # Around a grid step of one chunk, `run_forward` looks after states and results that are not finite.
-    alone = prev._replace(masks=None)
+    alone = prev._replace(masks=ABSENT)
     yield from schedule.software_pipeline(
         pass_state(refs, alone, chunk_loop.load_state(refs, prev, stage), A_inv, stage, static) for stage in stages
     )

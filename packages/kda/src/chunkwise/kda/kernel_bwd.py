@@ -101,7 +101,7 @@ class Loaded(NamedTuple):
     beta: jax.Array
     betas: jax.Array
     rounding: jax.Array | None
-    boundary: Any
+    boundary: tuple
     do: jax.Array
 
     @property

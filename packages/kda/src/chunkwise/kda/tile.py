@@ -83,7 +83,7 @@ class ChannelDecays(NamedTuple):
     levels: list[jax.Array]
     start: jax.Array
     end: jax.Array
-    erased: Any = None
+    erased: "ChannelDecays | None" = None
 
     def rows(self, of: Callable[["ChannelDecays"], jax.Array]) -> list[jax.Array]:
         """Return decays of this record as rows: of queries, and of erase keys."""

@@ -195,7 +195,7 @@ def _start(state: MlstmState | None, heads: tuple[int, int], lanes: int) -> tupl
     return C, n, jnp.where(wrong, -jnp.inf, lax.stop_gradient(m))
 
 
-def _unsplit_channels(sharding: Any) -> Any:
+def _unsplit_channels(sharding: checks.Sharding | None) -> Any:
     """Return the sharding of v, or None, for ones, which have no value channels to split."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, _unsplit_channels(sharding.spec))

@@ -344,9 +344,8 @@ def _check_count(name: str, value, most: int) -> None:
         check(0 <= int(value) <= most, f"`{name}` must be from 0 to {most}; got {value}.")
     elif value is not None:
         # Under jax_enable_x64 jit turns a Python int into an int64 array with a weak type.
-        dtype: Any = getattr(value, "dtype", None)
-        weak = getattr(value, "weak_type", False) and jnp.issubdtype(dtype, jnp.integer)
-        _check_typed(name, value, (), dtype if weak else jnp.int32)
+        weak = getattr(value, "weak_type", False) and jnp.issubdtype(value.dtype, jnp.integer)
+        _check_typed(name, value, (), value.dtype if weak else jnp.int32)
 
 
 def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
@@ -393,7 +392,7 @@ def check_sharding(sharding: object) -> None:
     )
 
 
-def check_context_axis(context_axis: Any) -> tuple[str, ...]:
+def check_context_axis(context_axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return a user's `context_axis` as a tuple, checked: it names axes of the `shard_map` around the call."""
     axes = () if context_axis is None else (context_axis,) if isinstance(context_axis, str) else context_axis
     names = isinstance(axes, tuple) and all(isinstance(name, str) for name in axes)

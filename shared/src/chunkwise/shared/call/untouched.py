@@ -14,13 +14,13 @@ def may_be_replaced() -> bool:
     return _QWIX in sys.modules
 
 
-def run(function: Callable, *records: Any) -> Any:
+def run(function: Callable, *records: object) -> Any:
     """Return function(*records), with JAX's own functions in its gradient too.
 
     A model that qwix quantises runs with other functions in the place of JAX's products. They would round the products
     inside of an operator where nobody has traced these before, and take an operand for a weight of the same shape.
     """
-    qwix: Any = sys.modules[_QWIX]
+    qwix = sys.modules[_QWIX]
     replaced = qwix.interception_manager.disable_interception()
     if not replaced:
         return function(*records)

@@ -12,6 +12,7 @@ gradients.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from chunkwise.shared.implementation.implementations import Implementation, with
 from chunkwise.shared.kernels import interleaved, launcher, packed
 from chunkwise.shared.kernels.spans import chunk_spans, layout, pools
 from chunkwise.shared.kernels.spans.chunk_spans import Spans
-from chunkwise.shared.kernels.spans.operands import Operands
+from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 from chunkwise.shared.plain import state_map
 
 # From operands, the static description of a launch, and the names of outputs to these outputs.
@@ -75,7 +76,7 @@ class Kernels(NamedTuple):
     owner_repeats: Callable[[Any], int] = lambda static: 1
 
 
-def by_chunks(several: Any, one: Any, **options: Any) -> Launch:
+def by_chunks(several: ModuleType, one: ModuleType, **options: str) -> Launch:
     """Return the launch by `several`, with several chunks a grid step, where it takes the operands, else by `one`.
 
     Args:
@@ -84,7 +85,7 @@ def by_chunks(several: Any, one: Any, **options: Any) -> Launch:
       **options: further arguments of both plans.
     """
 
-    def launch(x: Any, static: Any, outputs: tuple[str, ...]) -> dict[str, Any]:
+    def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
         module = several if several.takes(x, static) else one
         return launcher.launch(**module.plan(x, static, outputs, **options))
 
@@ -189,7 +190,7 @@ def _outputs(options: Options) -> tuple[str, ...]:
     return ("o", "ht") if options.output_final_state else ("o",)
 
 
-def _user_output(o: Any, x: Arguments) -> jax.Array:
+def _user_output(o: interleaved.Tokens, x: Arguments) -> jax.Array:
     """Return an output of a kernel as the user has it: of the tokens of the queries, with the heads and type of v."""
     tokens = interleaved.first(x.q).shape[1]
     return layout.from_lanes(interleaved.first(o), *x.v.shape[2:], tokens).astype(x.v.dtype)

@@ -124,7 +124,7 @@ def in_plain_jax(function: Callable, *static: int) -> Callable:
     compiled = jax.jit(function, static_argnums=(1, *static))
 
     @functools.wraps(function)
-    def run(x: Arguments, options: Options, *more: Any) -> Any:
+    def run(x: Arguments, options: Options, *more: object) -> Any:
         scale = arguments.whole_scale(x, options)
         return compiled(x._replace(scale=scale), options._replace(scale=arguments.ABSENT), *more)
 
@@ -143,7 +143,7 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
             options = options._replace(chunk_size=min(options.chunk_size, rule.most_rows))
         return chunks.run(rule, x, options, gpu, **more)
 
-    def run(x: Arguments, options: Options, inverses: Any = None) -> Any:
+    def run(x: Arguments, options: Options, inverses: object = None) -> Any:
         otherwise = lambda x, inverses: on(False, x, options, inverses=inverses)[:2]
         return platforms.choose(lambda x, _: on(True, x, options)[:2], otherwise, x, inverses)
 
@@ -190,7 +190,7 @@ def prepare(implementation: Implementation, x: Arguments, options: Options) -> t
     return arguments.with_final_gates(x, options, implementation.raw_gates)
 
 
-def run(implementation: Implementation, x: Arguments, options: Options, precomputed: Any = None):
+def run(implementation: Implementation, x: Arguments, options: Options, precomputed: object = None):
     """Run an implementation on the arguments of a user: the output and the final states, None unless asked for."""
     dtype = x.v.dtype
     x = x if implementation.interleaves else interleaved.whole(x)
@@ -213,12 +213,17 @@ def map_states(implementation: Implementation, x: Arguments, options: Options, w
     if x.segment_ids is None or implementation.knows_segments:
         return implementation.state_map(x, options, with_M)
     options = options._replace(min_gate=None)
-    find: Any = implementation.state_map
+    find = implementation.state_map
     return segments.map_segments(lambda x: find(x, options, with_M), x)
 
 
 def state_gradient(
-    implementation: Implementation, x: Arguments, options: Options, precomputed: Any, do: jax.Array, dstates: jax.Array
+    implementation: Implementation,
+    x: Arguments,
+    options: Options,
+    precomputed: object,
+    do: jax.Array,
+    dstates: jax.Array,
 ) -> jax.Array:
     """Return the gradient of the initial states alone, from the cotangents of `run`."""
     if implementation.state_gradient is not None:

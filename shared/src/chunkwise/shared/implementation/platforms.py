@@ -10,7 +10,7 @@ from jax import lax
 _on_every_platform = False
 
 
-def choose(on_gpu: Callable, otherwise: Callable, *args: Any) -> Any:
+def choose(on_gpu: Callable, otherwise: Callable, *args: object) -> Any:
     """Return on_gpu(*args) in a program that is lowered for an NVIDIA or AMD GPU, and otherwise(*args) in others.
 
     Both must return arrays of the same shapes and types. Where the default backend is a GPU both are traced, and a

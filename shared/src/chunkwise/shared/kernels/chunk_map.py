@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +81,7 @@ def differentiable(launch: Callable, launch_bwd: Callable) -> Callable:
     def run(cut, operands: tuple):
         return launch(*operands, cut)
 
-    def backward(cut, operands: tuple, cotangents: Any):
+    def backward(cut, operands: tuple, cotangents: jax.Array | tuple[jax.Array, ...]):
         cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
         return (launch_bwd(*operands, *cotangents, cut),)
 

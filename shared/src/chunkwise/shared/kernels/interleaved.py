@@ -17,7 +17,7 @@ from jax import lax
 class Interleaved:
     """The tokens [B, T n, ...] of n arrays [B, T, ...] in turn; None is an array of zeros."""
 
-    def __init__(self, *arrays: Any):
+    def __init__(self, *arrays: jax.Array | None):
         """Take the n arrays, which have one shape and type; at least one of them is not None."""
         self.arrays = arrays
 
@@ -34,7 +34,7 @@ class Interleaved:
         """Return the results of a function of one array."""
         return Interleaved(*(None if y is None else function(y) for y in self.arrays))
 
-    def like(self, y: Any) -> "Interleaved":
+    def like(self, y: jax.Array | jax.ShapeDtypeStruct) -> "Interleaved":
         """Return tokens with y in the place of every array."""
         return self.map(lambda _: y)
 
@@ -69,7 +69,7 @@ class Interleaved:
         """Whether the gradient of an array is requested, in the forward of a custom_vjp with symbolic zeros."""
         return any(getattr(y, "perturbed", False) for y in self.arrays)
 
-    def astype(self, dtype: Any) -> "Interleaved":
+    def astype(self, dtype: jax.typing.DTypeLike) -> "Interleaved":
         """Return tokens of this type."""
         return self.map(lambda y: y.astype(dtype))
 
@@ -91,7 +91,7 @@ class InLanes:
     In HBM it would take a copy to give every token a row of its own.
     """
 
-    def __init__(self, rows: Any, n: int):
+    def __init__(self, rows: jax.Array, n: int):
         """Take the array, and n."""
         self.rows, self.n = rows, n
 
@@ -129,25 +129,27 @@ class InLanes:
         """The type of all tokens."""
         return self.rows.dtype
 
-    def astype(self, dtype: Any) -> "InLanes":
+    def astype(self, dtype: jax.typing.DTypeLike) -> "InLanes":
         """Return tokens of this type."""
         return InLanes(self.rows.astype(dtype), self.n)
 
 
+# Tokens in one array, or in several.
+Tokens = jax.Array | Interleaved | InLanes
 KINDS = Interleaved, InLanes
 """The operands that a launch reads as several arrays."""
 
 
-def whole(tree: Any) -> Any:
+def whole(tree: object) -> Any:
     """Return a tree with one array in the place of all `Interleaved`."""
     return jax.tree.map(lambda y: y.whole() if _known(y) else y, tree, is_leaf=_known)
 
 
-def _known(y: Any) -> bool:
+def _known(y: object) -> bool:
     return isinstance(y, Interleaved)
 
 
-def at_queries(q: Any, o: Any) -> Any:
+def at_queries(q: Tokens, o: jax.Array) -> Any:
     """Return outputs [B, T, ...] of the tokens with queries, from outputs of all tokens or of these alone."""
     if not isinstance(q, Interleaved):
         return o
@@ -157,27 +159,27 @@ def at_queries(q: Any, o: Any) -> Any:
     return o.reshape(o.shape[0], -1, n, *o.shape[2:])[:, :, at] if _divided(o) else o[:, at::n]
 
 
-def _divided(y: Any) -> bool:
+def _divided(y: jax.Array) -> bool:
     """Return whether explicit axes of a mesh divide tokens: then JAX neither pads between them nor takes every n-th."""
     return bool((*jax.typeof(y).sharding.spec, None, None)[1])
 
 
-def first(y: Any) -> Any:
+def first(y: Tokens) -> Any:
     """Return an array that has the tokens of the first kind, or an array as it is."""
     return y.first if isinstance(y, KINDS) else y
 
 
-def kinds(y: Any) -> int:
+def kinds(y: object) -> int:
     """Return how many kinds of tokens there are: 1 for an array."""
     return len(y.arrays) if isinstance(y, Interleaved) else 1
 
 
-def like(model: Any, y: Any) -> Any:
+def like(model: object, y: jax.Array) -> Any:
     """Return y where the model has several arrays, or y itself if the model is an array."""
     return model.like(y) if isinstance(model, Interleaved) else y
 
 
-def unless_fitting(x: Any, C: int) -> Any:
+def unless_fitting(x: object, C: int) -> Any:
     """Return a tree as it is if kernels with chunks of C tokens can put its tokens together, and `whole` otherwise."""
     found = [y for y in jax.tree.leaves(x, is_leaf=_known) if _known(y)]
     fits = all(y.dtype != jnp.float16 and C % (8 * len(y.arrays)) == 0 for y in found)

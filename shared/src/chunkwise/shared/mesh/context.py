@@ -94,7 +94,7 @@ def _neighbouring_ids(ids: jax.Array, axis) -> tuple[jax.Array, jax.Array]:
 
 def _documents(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
     """Return the arguments and the `Part` of a packed batch with a state for every document."""
-    cu: Any = x.cu_seqlens
+    cu = x.cu_seqlens
     T, N = x.q.shape[1], cu.shape[0] - 1
     start = stream.first_token(T, axis)
     token = start + jnp.arange(T, dtype=jnp.int32)

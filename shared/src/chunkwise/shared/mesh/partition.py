@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks
@@ -68,7 +68,7 @@ class Division(NamedTuple):
     """
 
     layout: Layout
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     axes: dict[str, Axes]
 
     @property
@@ -114,7 +114,7 @@ def _spec(axes: list[Axes]) -> PartitionSpec:
     return PartitionSpec(*(x or None for x in axes))
 
 
-def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: object) -> Division | None:
+def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: checks.Sharding | None) -> Division | None:
     """Return how to divide an operator; None without a `sharding` and without a mesh with explicit axes.
 
     Args:
@@ -159,7 +159,7 @@ def find_division(arrays: Mapping[str, Any], layout: Layout, sharding: object) -
     return division
 
 
-def _sharding_of(name: str, x, sharding: Any) -> tuple[Any, Any]:
+def _sharding_of(name: str, x, sharding: checks.Sharding | None) -> tuple[Any, Any]:
     """Return the mesh and the PartitionSpec of the leading argument, (None, None) if there is no mesh."""
     x = interleaved.first(x)
     placed = jax.typeof(x).sharding
@@ -212,7 +212,7 @@ def _check_fits(name: str, x, division: Division) -> None:
         )
 
 
-def place(x: Any, spec: PartitionSpec, mesh: Any) -> Any:
+def place(x: interleaved.Tokens, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
     """Return an argument with this sharding along explicit axes; devices drop parts, and nothing is communicated."""
     if isinstance(x, interleaved.Interleaved):
         return x.map(lambda y: place(y, spec, mesh))
@@ -233,7 +233,7 @@ def _unmarked(x: jax.Array) -> jax.Array:
     return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 
-def token_axes(division: Division | None, context_axis: object) -> Axes:
+def token_axes(division: Division | None, context_axis: str | tuple[str, ...] | None) -> Axes:
     """Return the axes that split the tokens of an operator, from its division or from the user's `context_axis`.
 
     Raises:

@@ -58,8 +58,8 @@ class Tokens(NamedTuple):
     q: jax.Array | None
     k: jax.Array
     v: jax.Array
-    g: Any
-    beta: Any
+    g: jax.Array
+    beta: jax.Array
     e: jax.Array | None
     masks: chunking.StreamMasks | None
     solved: bool
@@ -145,7 +145,7 @@ class Results(NamedTuple):
     o: jax.Array | None
     final_state: jax.Array | None
     inverses: jax.Array | None
-    states: Any
+    states: jax.Array
 
 
 class _Starts(NamedTuple):
@@ -173,7 +173,7 @@ def _stream_masks(x: arguments.Arguments, g, beta, C: int) -> tuple[Any, jax.Arr
     """Return the masks of a packed batch without states, and which tokens have values that are not finite."""
     T = x.v.shape[1]
     nonfinite = isolation.nonfinite_tokens([y for y in (x.q, x.k, x.v, g, beta, x.p) if y is not None], x.cu_seqlens)
-    masks: Any = chunking.stream_masks(T, C, x.cu_seqlens)
+    masks = chunking.stream_masks(T, C, x.cu_seqlens)
     # Padding may hold anything, and products read every row of a chunk.
     return masks._replace(valid=masks.valid & ~jnp.pad(nonfinite, (0, -T % C)).reshape(-1, C)), nonfinite
 
@@ -203,7 +203,7 @@ def run(
       keep_states: whether to return the states before all chunks; only without an output.
       inverses: the inverses of the same tokens, if they are known; only on a CPU.
     """
-    cu_seqlens: Any = x.cu_seqlens
+    cu_seqlens = x.cu_seqlens
     (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
     stream = cu_seqlens is not None and x.initial_state is None and not options.output_final_state
     bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16

@@ -42,8 +42,9 @@ def map_segments(
     """Return the map that the tokens apply to a state, by a function that takes no segment ids: see `run_segments`."""
     taken, nonfinite, segments = _with_resets(x)
     found = find(taken)
-    states, M = (None if y is None else _unless(nonfinite[:, -1], y, jnp.nan) for y in (found.states, found.M))
-    return found._replace(states=states, M=M)
+    wrong = nonfinite[:, -1]
+    M = None if found.M is None else _unless(wrong, found.M, jnp.nan)
+    return found._replace(states=_unless(wrong, found.states, jnp.nan), M=M)
 
 
 def _with_resets(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, segment_tables.Segments]:

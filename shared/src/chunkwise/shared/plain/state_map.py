@@ -27,7 +27,7 @@ class StateMap(NamedTuple):
         compute again.
     """
 
-    states: Any
+    states: jax.Array
     M: jax.Array | None = None
     precomputed: jax.Array | None = None
 

@@ -29,7 +29,7 @@ _TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Check the pool and the slots of a serving step, and return its arguments and options with all defaults."""
-    slots: Any = x.slots
+    slots: arguments.Slots = x.slots
     checks.check(x.cu_seqlens is not None, "`cu_seqlens` must be an int32 array [N + 1]; got None.")
     (H, K), (HV, V), pool = x.q.shape[2:], x.v.shape[2:], x.initial_state
     known = state_pool.as_pool(pool)
@@ -64,7 +64,7 @@ def run_step(
       strict: whether decodes that do not fit into a kernel are an error; otherwise they go in plain JAX.
     """
     implementation.check_limit(x, options)
-    slots: Any = x.slots
+    slots: arguments.Slots = x.slots
     pool = state_pool.as_pool(x.initial_state)
     # The pool is returned in the form that the caller gave: an array or a StatePool.
     returned = (lambda after: after) if pool is x.initial_state else (lambda after: after.states)

@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from chunkwise.shared.call import checks, faults
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.kernels.spans import pools
+from chunkwise.shared.kernels.spans.operands import ABSENT
 from chunkwise.shared.serving import slot_rows
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
@@ -52,13 +53,12 @@ class StatePool(NamedTuple):
     """
 
     states: jax.Array
-    # The type is Any, because only the pool says which of these fields are None.
-    scales: Any = None
-    keys: Any = None
-    writes: Any = None
-    gates: Any = None
-    count: Any = None
-    drafts: Any = None
+    scales: jax.Array = ABSENT
+    keys: jax.Array = ABSENT
+    writes: jax.Array = ABSENT
+    gates: jax.Array = ABSENT
+    count: jax.Array = ABSENT
+    drafts: jax.Array = ABSENT
 
     @property
     def replay(self) -> int:
@@ -80,7 +80,7 @@ class StatePool(NamedTuple):
 Pool = TypeVar("Pool", jax.Array, StatePool)
 
 
-def as_pool(states: Any) -> StatePool:
+def as_pool(states: "jax.Array | StatePool") -> StatePool:
     """Return a pool: `states` itself, or a pool of the array `states`."""
     return states if isinstance(states, StatePool) else StatePool(states)
 
@@ -119,7 +119,7 @@ def make_pool(
     checks.check_heads(H, HV, "HV")
     checks.check_flags(per_channel=per_channel)
     dtype = checks.check_type("dtype", dtype, DTYPES)
-    scales = jnp.zeros((slots, HV, K), jnp.float32) if dtype == jnp.int8 else None
+    scales = jnp.zeros((slots, HV, K), jnp.float32) if dtype == jnp.int8 else ABSENT
     pool = StatePool(jnp.zeros((slots, HV, K, V), dtype), scales)
     if not replay:
         return pool

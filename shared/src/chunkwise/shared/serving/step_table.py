@@ -89,7 +89,7 @@ def find_step(
 
 def _by_column(slots: Slots) -> jax.Array:
     """Return the slots of every sequence, int32 [N, W]."""
-    indices: Any = slots.state_indices
+    indices = slots.state_indices
     return indices[:, None] if indices.ndim == 1 else indices
 
 

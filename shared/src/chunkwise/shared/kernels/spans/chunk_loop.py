@@ -216,7 +216,7 @@ def run_forward_chunks(
         write_pool(refs.state, refs.pool_out, ends_here, transposed)
 
 
-def all_chunks(span: Any, static: FusedStatic) -> list[Any]:
+def all_chunks(span: chunk_spans.Span, static: FusedStatic) -> list[chunk_spans.Span]:
     """Return the chunks of a span that `run_variant` has to look at: of a piece, whose rows follow one another, two."""
     indices = (0, static.chunks - 1) if static.varlen else range(static.chunks)
     return [span.of_chunk(jnp.int32(i)) for i in indices]

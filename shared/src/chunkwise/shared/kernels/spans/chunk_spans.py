@@ -217,7 +217,7 @@ class Span:
       mixed: 1 where the chunk does not lie inside one sequence; only with a table.
     """
 
-    def __init__(self, chunk, T: int, C: int, table_ref: Any = None, row: Any = 0):
+    def __init__(self, chunk, T: int, C: int, table_ref: Any = None, row: jax.Array | int = 0):
         """Describe a chunk of a row of T tokens whose entries of `open_sequences` begin at `row` of a table."""
         self.chunk, self._T, self._C, self._table, self._row = chunk, T, C, table_ref, row
 
@@ -260,7 +260,7 @@ class Piece(Span):
       continues: over a pool, 1 where a sequence starts with this piece from the state in a slot, and not from zeros.
     """
 
-    def __init__(self, table_ref, n, C: int, start: Any = 0):
+    def __init__(self, table_ref, n, C: int, start: jax.Array | int = 0):
         """Read entry n of a table of pieces; rows of a chunk of C are counted from row `start` of the block."""
         self._table, self._n, self._C, self._start = table_ref, n, C, start
 

@@ -61,7 +61,7 @@ def take(named: dict[str, Any], name: str, x: Any) -> tuple[Any, list[Any], Any]
     return named[name], take_arrays(named, name, len(x.arrays)), named.pop(f"{name}.tiles", None)
 
 
-def join(ref: Any, arrays: Sequence[Any], tiles: Any) -> None:
+def join(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
     """Store the rows of Refs [C / n, lanes] in turn in a Ref [C, lanes]; None is zeros.
 
     A row of registers holds one float32 or two bfloat16. Stores with a stride put them in turn, in `tiles`, a Ref
@@ -81,7 +81,7 @@ def join(ref: Any, arrays: Sequence[Any], tiles: Any) -> None:
         ref[:, lanes] = pltpu.bitcast(tiles[i], ref.dtype)
 
 
-def separate(ref: Any, arrays: Sequence[Any], tiles: Any) -> None:
+def separate(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
     """Store the rows of a Ref [C, lanes] in Refs [C / n, lanes] in turn, the inverse of `join`."""
     if matmul.is_interpreted():
         rows = layout.load_every(ref, len(arrays))
@@ -99,7 +99,7 @@ def separate(ref: Any, arrays: Sequence[Any], tiles: Any) -> None:
             array[...] = y
 
 
-def _registers(ref: Any) -> Iterator[tuple[int, slice]]:
+def _registers(ref: jax.Ref) -> Iterator[tuple[int, slice]]:
     """Give the numbers of the registers of a row, and their lanes."""
     for i in range(ref.shape[1] // packed.LANES):
         yield i, slice(i * packed.LANES, (i + 1) * packed.LANES)

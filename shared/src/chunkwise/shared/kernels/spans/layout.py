@@ -23,7 +23,7 @@ from chunkwise.shared.kernels.spans import chunk_spans, segment_tables
 # backward.
 
 
-def to_lanes(x: Any, T: int, n: int = 1) -> Any:
+def to_lanes(x: jax.Array | interleaved.Interleaved, T: int, n: int = 1) -> Any:
     """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], padded with zeros.
 
     Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes`.

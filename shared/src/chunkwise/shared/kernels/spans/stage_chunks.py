@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared.kernels import nonfinite
 from chunkwise.shared.kernels.spans import chunk_spans, layout
-from chunkwise.shared.kernels.spans.operands import FusedStatic
+from chunkwise.shared.kernels.spans.operands import ABSENT, FusedStatic
 
 
 class Rows(enum.Enum):
@@ -39,9 +39,9 @@ class StageChunk(NamedTuple):
     """
 
     span: chunk_spans.Span
-    masks: Any
-    valid: Any
-    nonfinite_rows: Any = None
+    masks: layout.SequenceMasks = ABSENT
+    valid: jax.Array = ABSENT
+    nonfinite_rows: jax.Array = ABSENT
     index: Any = 0
 
     @property
@@ -80,7 +80,7 @@ class StageChunk(NamedTuple):
         if self.masks is not None:
             nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
 
-    def take(self, S: jax.Array, owned: Any, part: slice = slice(None)) -> tuple["StageChunk", jax.Array]:
+    def take(self, S: jax.Array, owned: jax.Array, part: slice = slice(None)) -> tuple["StageChunk", jax.Array]:
         """Return the chunk, and the state before it without what is not finite; its sequence has the rows `owned`.
 
         The chunk that is returned knows whether the state was finite, for `give` and `poisoned`. They do without a
@@ -91,7 +91,7 @@ class StageChunk(NamedTuple):
         S, nonfinite_rows = nonfinite.take_state(S, self.nonfinite_rows, owned, part)
         return self._replace(nonfinite_rows=nonfinite_rows), S
 
-    def give(self, decay: jax.Array, owned: Any) -> jax.Array:
+    def give(self, decay: jax.Array, owned: jax.Array) -> jax.Array:
         """Return the decay of the state over the chunk; NaN if the state after it, with the rows `owned`, is to be."""
         return decay if self.masks is None else nonfinite.give_state(decay, self.nonfinite_rows, owned)
 
@@ -102,14 +102,14 @@ class StageChunk(NamedTuple):
         return jnp.where((self.masks.code >= 0) & (self.nonfinite_rows > 0.0), jnp.full_like(x, jnp.nan), x)
 
 
-def stage_chunk(span: chunk_spans.Span, rows: Rows, C: int, owner_ref: Any, index: Any = 0) -> StageChunk:
+def stage_chunk(span: chunk_spans.Span, rows: Rows, C: int, owner_ref: jax.Ref, index: Any = 0) -> StageChunk:
     """Return the chunk of a stage in the variant for these rows; owner_ref holds the owners of tokens [n, 1, lanes]."""
-    masks = layout.sequence_masks(owner_ref[index], C, span.before, span.final) if rows is Rows.MIXED else None
-    return StageChunk(span, masks, span.rows(C) if rows is Rows.SOME else None, index=index)
+    masks = layout.sequence_masks(owner_ref[index], C, span.before, span.final) if rows is Rows.MIXED else ABSENT
+    return StageChunk(span, masks, span.rows(C) if rows is Rows.SOME else ABSENT, index=index)
 
 
 def chunks_of(
-    span: chunk_spans.Span, static: FusedStatic, rows: Rows | None = None, owner_ref: Any = None
+    span: chunk_spans.Span, static: FusedStatic, rows: Rows | None = None, owner_ref: jax.Ref = ABSENT
 ) -> list[StageChunk]:
     """Return the chunks of a span, of which some may have no tokens; owner_ref as in `stage_chunk`.
 

@@ -30,7 +30,9 @@ def buffer_of(i) -> jax.Array:
     return jnp.bitwise_and(i, jnp.int32(BUFFERS - 1))
 
 
-def copy_slots(refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool = False, turn: Any = 0) -> None:
+def copy_slots(
+    refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool = False, turn: jax.Array | int = 0
+) -> None:
     """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes.
 
     With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates". Where a

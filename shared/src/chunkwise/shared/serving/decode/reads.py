@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import packed
+from chunkwise.shared.kernels.spans.operands import ABSENT
 from chunkwise.shared.serving.decode import ring, tile
 from chunkwise.shared.serving.decode.records import KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
@@ -35,10 +36,10 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, rows, decays) -> l
     on_matrix_unit = (refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1) and not s.loops
     if per_channel:
         rows = [[x * decay for x, decay in zip(*pairs, strict=True)] for pairs in zip(rows, decays, strict=True)]
-    scores: Any = None
-    start: Any = None
-    of_ring: Any = None
-    weights: Any = None
+    scores: list[jax.Array] = ABSENT
+    start: jax.Array = ABSENT
+    of_ring: list[list[jax.Array]] = ABSENT
+    weights: list[jax.Array] = ABSENT
     if refs.has_rings:
         parts = refs.work.parts if refs.work.ring_parts is None else refs.work.ring_parts
         _split_rows(parts, s, rows)

@@ -180,7 +180,7 @@ def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     s = KernelStatic(H, HV, K, V, static, None, None, None, None)
 
-    def row(y: Any, by_channel=True) -> Any:
+    def row(y: jax.Array | None, by_channel=True) -> Any:
         """Return the heads of every token side by side, each in whole registers if they have channels."""
         if y is None:
             return None
