@@ -49,7 +49,7 @@ class Operator:
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over whole sequences, chunk by chunk; the output has the tokens that q has."""
         x, options = self._taken(x, options)
-        checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
+        checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.channels))
         x = arguments.check_shared(x, options)
         if self.warns:
             arguments.warn_head_first(x, options)

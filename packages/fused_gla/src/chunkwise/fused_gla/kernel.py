@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import cost, loads, tile
+from chunkwise.fused_gla import cost, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import launcher, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
@@ -37,6 +37,8 @@ class GlaFwdRefs(NamedTuple):
     q: jax.Ref  # [rows, keys K]
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
+    log_weight: jax.Ref  # [chunks, heads, 1, C]
+    least: jax.Ref  # [chunks, heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
     owner: jax.Ref  # int32 [chunks, 1, C]
     pool: jax.Ref  # [heads, K, V], not padded
@@ -73,15 +75,18 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
         chunk = loads.isolate(refs, s, chunk, ("q", "k", "v"), (refs.state, chunk.carried))
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
         decays = loads.load_decays(refs, s, chunk, heads, constant, refs.o is not None)
-        S = refs.state[...]  # [heads, V, K]
-        refs.state[...] = tile.next_state(S, k, v, decays.to_end, decays.through, s.parts)
+        S, n = normaliser.split(refs.state[...], s)  # [heads, V, K], and [heads, 1, K]
+        after = tile.next_state(S, k, v, decays.to_end, decays.through, s.parts)
+        normaliser.store(refs.state, after, None if n is None else normaliser.next_sums(n, k, decays))
         if refs.M is not None:
             refs.M[...] *= decays.through
         if refs.o is not None:
             # Outputs read the tokens of the chunk, and the state before the chunk.
             P = tile.scores(q, k, decays, chunk.same)  # [heads, C, C]
-            from_state = tile.read_state(q, S, decays.from_start, s.read_parts)  # [heads, C, V]
-            o = tile.read_chunk(P, v, s.read_parts) + from_state
+            from_state = tile.read_state(q, S, decays.from_start)  # [heads, C, V]
+            o = tile.read_chunk(P, v) + from_state
+            if n is not None:
+                o *= normaliser.factors(P, q, n, decays, loads.load_least(refs, s, chunk, heads), s.eps)
             loads.store(refs.o, o, s, chunk, heads)
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 
@@ -114,7 +119,9 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
         "v": (x.v, value),
         "g": (g, gate),
         "g_gamma": (g_gamma, pl.BlockSpec((heads, 1, s.C), lambda b, h, *_: (h, 0, 0))),
-        "initial_state": (x.initial_state, cut.state(heads, s.V, s.K)),
+        "log_weight": (None if x.log_weight is None else tiles.clip_gate(x.log_weight), gate),
+        "least": (x.least, gate),
+        "initial_state": (x.initial_state, cut.state(heads, *s.state)),
         "owner": (x.owner, cut.owner(s.C)),
     }
 
@@ -142,12 +149,12 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
       float32, only for gates per channel; pool_out, the pool, updated in place.
     """
     heads, with_output, cut = s.config.heads, "o" in outputs, chunk_loop.blocks(s)
-    state = heads, s.V, s.K
+    state = heads, *s.state
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
     available = {
         "o": (cut.tokens(heads * s.V), x.v.shape, x.v.dtype),
-        "ht": (cut.state(*state), (s.N, s.HV, s.V, s.K), jnp.float32),
-        "h": (cut.per_span(*state), (s.B, s.spans, s.HV, s.V, s.K), jnp.float32),
+        "ht": (cut.state(*state), (s.N, s.HV, *s.state), jnp.float32),
+        "h": (cut.per_span(*state), (s.B, s.spans, s.HV, *s.state), jnp.float32),
         "M": (cut.state(heads, 1, s.K), (s.N, s.HV, 1, s.K), jnp.float32),
     }
     if x.pool is not None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import kernel, loads, tile
+from chunkwise.fused_gla import kernel, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule
@@ -40,6 +40,8 @@ class GlaBwdRefs(NamedTuple):
     table: jax.Ref  # `chunk_spans.Spans`
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C]
+    log_weight: jax.Ref  # [chunks, heads, 1, C]
+    least: jax.Ref  # [chunks, heads, 1, C]
     initial_state: jax.Ref  # [heads, V, K]
     owner: jax.Ref  # int32 [chunks, 1, C]
     dht: jax.Ref  # [heads, V, K]
@@ -47,6 +49,7 @@ class GlaBwdRefs(NamedTuple):
     dk: jax.Ref  # [rows, keys K]
     dv: jax.Ref  # [rows, heads V]
     dg: jax.Ref  # laid out as g; for constant gates [heads, 8, K]
+    dlog_weight: jax.Ref  # [chunks, heads, 1, C]
     dh0: jax.Ref  # [heads, V, K]
     states: jax.Ref  # float32 [chunks or more, heads, V, K], before every chunk
     dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
@@ -70,7 +73,9 @@ def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
     _, k, v = loads.load_tensors(refs, s, chunk, heads)
     decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads), pairs=False)
-    after[...] = tile.next_state(before[...], k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
+    S, n = normaliser.split(before[...], s)
+    S = tile.next_state(S, k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
+    normaliser.store(after, S, None if n is None else normaliser.next_sums(n, k, decays))
     # The state before the chunk may have been cleared, but the gradients must see that it is not finite.
     loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 
@@ -80,7 +85,7 @@ def _chunk_gradients(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
     chunk = loads.isolate(refs, s, chunk, ("q", "k", "v", "do"), *states)
     (_chunk_in_step if s.per_channel else _chunk_in_groups)(refs, s, chunk)
-    results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg
+    results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg, refs.dlog_weight
     loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
 
 
@@ -102,7 +107,8 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
         decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads))
         do = loads.load(refs.do, s.V, s, chunk, heads).astype(k.dtype)  # [heads, C, V]
-        S, dS = refs.states[chunk.index, heads], refs.dstate[heads]  # [heads, V, K]
+        states = lambda: (refs.states[chunk.index, heads], refs.dstate[heads])
+        (S, n), (dS, dn) = (normaliser.split(y, s) for y in states())  # [heads, V, K] and [heads, 1, K]
         by_keys[keys.start], products = tile.chunk_products(
             S, dS, q, k, v, do, s.parts, None if begins else by_keys[keys.start]
         )
@@ -111,11 +117,18 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
             yield
         pairs: Any = decays.pairs
         pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
+        S, dS = (normaliser.split(y, s)[0] for y in states())
+        of_sums: Any = 0.0
+        if n is not None:
+            least = loads.load_least(refs, s, chunk, heads)
+            products, pairs_t, decays, dn, of_sums = normaliser.chunk_bwd(
+                by_keys[keys.start], products, n, dn, q, pairs_t, decays, least, s.eps
+            )
         sums[keys.start], dq, dk, dv, dS, exponents = tile.chunk_bwd(
-            by_keys[keys.start], products, refs.states[chunk.index, heads], refs.dstate[heads], q, k, do, pairs_t,
-            decays, s.parts, None if begins else sums[keys.start], ends,
+            by_keys[keys.start], products, S, dS, q, k, do, pairs_t, decays, s.parts,
+            None if begins else sums[keys.start], ends,
         )  # fmt: skip
-        refs.dstate[heads] = dS
+        normaliser.store(refs.dstate.at[heads], dS, dn)
         for ref, x, at in ((refs.dq, dq, keys), (refs.dk, dk, keys), (refs.dv, dv, heads)):
             if x is not None:
                 loads.store(ref, x, s, chunk, at)
@@ -125,10 +138,13 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
             refs.dg[heads] += tile.constant_gate_bwd(*exponents)
             return
         of_pairs, from_start, to_end, through = exponents
+        if n is not None:
+            loads.store_gates(refs, refs.dlog_weight, normaliser.weight_bwd(exponents), s, chunk, heads)
+            through += of_sums
         # There is no gate between a token and itself.
         of_pairs = jnp.where(tiles.strictly_lower(s.C), jnp.swapaxes(of_pairs, 1, 2), 0.0)  # [heads, C, C]
         dg = through + tile.gate_bwd(of_pairs, from_start, to_end, chunk.same)  # [heads, 1, C]
-        loads.store_gates(refs, dg, s, chunk, heads)
+        loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
 
     for _ in schedule.software_pipeline(
         gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)
@@ -156,7 +172,7 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
             tiles.repeat_heads(y, heads.stop).astype(jnp.float32) * dy for y, dy in ((q, dq), (k, dk))
         )
         dg = through + tile.gate_bwd(exponents, from_start, to_end, chunk.same)  # [heads, C, K]
-        loads.store_gates(refs, dg, s, chunk, heads)
+        loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
 
 
 def _run_backwards(body: Callable[[StageChunk], None], refs, span: chunk_spans.Span, s: GlaStatic) -> None:
@@ -185,7 +201,7 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
             layout.clear(refs.dg)
 
     if s.varlen:
-        chunk_loop.clear_unowned(span, (refs.dq, refs.dk, refs.dv, refs.dg), backwards=True)
+        chunk_loop.clear_unowned(span, (refs.dq, refs.dk, refs.dv, refs.dg, refs.dlog_weight), backwards=True)
     first, end = chunk_loop.chunk_range(span, s)
     refs.states[first] = refs.h[...]
     recompute = functools.partial(_recompute_state, refs, s)
@@ -223,7 +239,7 @@ def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
         functools.partial(_gla_bwd_state_kernel, s=s),
         kernel.GlaFwdRefs,
         inputs=kernel.inputs_of(x, s, cut, heads, queries=False),
-        outputs={"ht": (cut.state(heads, s.V, s.K), (s.N, s.HV, s.V, s.K), jnp.float32)},
+        outputs={"ht": (cut.state(heads, *s.state), (s.N, s.HV, *s.state), jnp.float32)},
         **kernel.launched(x, s, "bwd_state", heads, output=False),
     )["ht"]
 
@@ -243,7 +259,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     if outputs == ("dh0",):
         return {"dh0": launch_state(x, s)}
     heads, cut = s.config.heads_bwd, chunk_loop.blocks_backwards(s)
-    (keys, share), state, value = s.key_blocks(heads), (heads, s.V, s.K), cut.tokens(heads * s.V)
+    (keys, share), state, value = s.key_blocks(heads), (heads, *s.state), cut.tokens(heads * s.V)
     inputs = kernel.inputs_of(x, s, cut, heads, queries=True)
     gate, gates = inputs["g"][1], (s.B, chunking.num_chunks(s.T, s.C), s.HV, 1, s.C)
     if s.per_channel:
@@ -265,6 +281,8 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         return cut.tokens(keys * s.K), shape, y.dtype if share == 1 else jnp.float32
 
     of_gates = {"dg"} if "dg" in outputs or "dg_gamma" in outputs else set()
+    if s.eps is not None:
+        of_gates = {"dg", "dlog_weight"}
     results = launcher.launch(
         functools.partial(_gla_bwd_kernel, s=s),
         GlaBwdRefs,
@@ -279,7 +297,8 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
             "dk": key_sums(x.k),
             "dv": (value, x.v.shape, x.v.dtype),
             "dg": (gate, gates, jnp.float32),
-            "dh0": (cut.state(*state), (s.N, s.HV, s.V, s.K), jnp.float32),
+            "dlog_weight": (gate, gates, jnp.float32),
+            "dh0": (cut.state(*state), (s.N, s.HV, *s.state), jnp.float32),
         },
         requested={"dq", "dk", "dv", *of_gates, *outputs},
         scratch=scratch,
@@ -289,6 +308,8 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         results[name] = _added_up(s, results[name], y, share)
     if "dg_gamma" in outputs:
         results["dg_gamma"] = _sum_gates(s, results["dg"])
+    if "dleast" in outputs:
+        results["dleast"] = jnp.zeros_like(x.least)
     return {name: y for name, y in results.items() if name in outputs}
 
 

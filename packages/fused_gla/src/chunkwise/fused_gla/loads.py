@@ -62,6 +62,12 @@ def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array
     return _select(_valid_row(refs, s, chunk), g)
 
 
+def load_least(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
+    """Return the least divisors, [heads, 1, C], with ones in rows that are not valid."""
+    least, valid = refs.least[chunk.index, heads], _valid_row(refs, s, chunk)
+    return least if valid is None else jnp.where(valid, least, 1.0)
+
+
 def load_decays(
     refs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True
 ) -> tile.GlaDecays:
@@ -72,7 +78,10 @@ def load_decays(
         if s.per_channel:
             # Bfloat16 tiles whose sum is exactly the gates. For bfloat16 gates, clipped or not, one tile is enough.
             parts = matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
-        decays = tile.decays(g, s.scale, chunk.same, pairs, parts)
+        weight = None
+        if refs.log_weight is not None:
+            weight = _select(_valid_row(refs, s, chunk), refs.log_weight[chunk.index, heads])
+        decays = tile.decays(g, s.scale, chunk.same, pairs, parts, weight)
     if chunk.masks is None:
         return decays
     return decays._replace(
@@ -105,11 +114,12 @@ def _not_finite(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str]) -> 
     if refs.g is not None and s.per_channel:
         heads.append(tiles.clip_gate(layout.load_heads(refs.g, s.K, at=_rows_at(s, chunk))))  # [heads, C, K]
     rows = nonfinite.rows_not_finite(*heads)  # [1, C, 1]
-    if refs.g is None or s.per_channel:
-        return rows
-    # Zero times a gate is zero if the gate is finite, and otherwise NaN, for which every comparison is false.
-    zero = jnp.sum(refs.g[chunk.index] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
-    return jnp.maximum(rows, tiles.to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
+    for ref in (None if s.per_channel else refs.g, refs.log_weight):
+        if ref is not None:
+            # Zero times a gate is zero if the gate is finite, and otherwise NaN, for which every comparison is false.
+            zero = jnp.sum(ref[chunk.index] * 0.0, axis=0, keepdims=True)  # [1, 1, C]
+            rows = jnp.maximum(rows, tiles.to_column(1.0 - (zero == 0.0).astype(jnp.float32)))
+    return rows
 
 
 def store(ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
@@ -117,15 +127,15 @@ def store(ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> N
     layout.store_heads(ref, x, chunk.valid if s.varlen else None, first=heads.start, at=_rows_at(s, chunk))
 
 
-def store_gates(refs, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
-    """Write the gradient of the gates to the rows of a chunk, or only to the rows of a piece; zeros for padding."""
+def store_gates(refs, ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
+    """Write the gradient of gates to the rows of a chunk, or only to the rows of a piece; zeros for padding."""
     valid = _valid_row(refs, s, chunk)
     if s.per_channel:
-        store(refs.dg, _select(chunk.valid, x), s, chunk, heads)
+        store(ref, _select(chunk.valid, x), s, chunk, heads)
     elif s.varlen and valid is not None:
-        refs.dg[chunk.index, heads] = jnp.where(valid, x, refs.dg[chunk.index, heads])
+        ref[chunk.index, heads] = jnp.where(valid, x, ref[chunk.index, heads])
     else:
-        refs.dg[chunk.index, heads] = _select(valid, x)
+        ref[chunk.index, heads] = _select(valid, x)
 
 
 def poison(s: GlaStatic, chunk: StageChunk, results: Sequence, *states: tuple) -> None:

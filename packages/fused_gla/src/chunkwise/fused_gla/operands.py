@@ -13,9 +13,12 @@ class GlaOperands(operands.Operands):
 
     Attributes:
       g_gamma: constant gates [HV, 1, 1] float32.
+      log_weight, least: as in `Arguments`, laid out as gates per head.
     """
 
     g_gamma: jax.Array | None = None
+    log_weight: jax.Array | None = None
+    least: jax.Array | None = None
 
 
 jax.tree_util.register_dataclass(GlaOperands)
@@ -28,10 +31,15 @@ class GlaStatic(operands.FusedStatic):
     Attributes:
       constant: every chunk has the same decays: constant gates, whole chunks, one sequence.
       parts: how many bfloat16 parts computed tiles have in products: two where the gradient of constant gates is
-        requested, and where the terms of outputs cancel.
-      read_parts: how many of them the scores and the state have where an output is read.
+        requested.
+      eps: is added to the divisors of outputs; None for outputs that are not divided, see `normaliser`.
     """
 
     constant: bool = False
     parts: int = 1
-    read_parts: int = 1
+    eps: float | None = None
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The shape of the state of a head; sums of keys have a tile of 8 rows behind the rows of values."""
+        return self.V + 8 * (self.eps is not None), self.K

@@ -1,7 +1,5 @@
 """The records of GLA and simple GLA: their checks, the layout of their arrays, and the kernels that they share."""
 
-import dataclasses
-
 import jax.numpy as jnp
 
 from chunkwise.fused_gla import config, kernel, kernel_bwd, xla
@@ -82,6 +80,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Gla
         constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
         # The gradient of constant gates is a sum over all tokens, whose terms cancel; see `tile`.
         parts=2 if x.g_gamma is not None and "g_gamma" in requested else 1,
+        eps=None if x.least is None else options.eps,
     )  # fmt: skip
 
 
@@ -91,15 +90,14 @@ def lay_out(x: Arguments, static: GlaStatic, backward: bool) -> GlaOperands:
     Gates per head are rows of chunks [B, NT, HV, 1, C] float32, gates per channel flat [B, T, HV K]. States are [V, K].
     Tokens keep their types, and are not padded.
     """
-    gates = {}
-    if x.g is not None:
-        rows = lambda g: layout.to_rows(g.astype(jnp.float32), static.C)[:, :, :, None]
-        gates["g"] = layout.to_lanes(x.g, static.T) if static.per_channel else rows(x.g)
+    rows = lambda g: layout.to_rows(g.astype(jnp.float32), static.C)[:, :, :, None]
+    gates = {name: rows(y) for name in ("g", "log_weight", "least") if (y := getattr(x, name)) is not None}
+    if static.per_channel:
+        gates["g"] = layout.to_lanes(x.g, static.T)
     g_gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
-    return GlaOperands(
-        q=q, k=k, v=v, **gates, g_gamma=g_gamma, initial_state=fused.kernel_states(x.initial_state, transposed=True)
-    )
+    states = fused.kernel_states(x.initial_state, transposed=True, sums=x.least is not None)
+    return GlaOperands(q=q, k=k, v=v, **gates, g_gamma=g_gamma, initial_state=states)
 
 
 KERNELS = fused.Kernels(
@@ -110,21 +108,18 @@ KERNELS = fused.Kernels(
     kernel_bwd.launch,
     kernel.launch,
     residuals=("h",),
-    optional=("g", "g_gamma"),
+    optional=("g", "g_gamma", "log_weight", "least"),
     transposed=True,
     makes_map=_per_channel,
 )
 
 
-def _precise(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
-    return dataclasses.replace(static_for(x, options, requested), parts=2, read_parts=2)
+def _implementations() -> tuple[Implementation, Implementation]:
+    return fused.implementation(KERNELS, limit), plain(xla.RULE)
 
 
-def _implementations(kernels: fused.Kernels) -> tuple[Implementation, Implementation]:
-    return fused.implementation(kernels, limit), plain(xla.RULE)
-
-
-GLA = define("gla", _check_by_channel, *_implementations(KERNELS))
-SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(KERNELS))
-# For outputs that are sums of terms that cancel: no computed tile of a forward is rounded to 8 bits.
-PRECISE_SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(KERNELS._replace(static_for=_precise)))
+GLA = define("gla", _check_by_channel, *_implementations())
+SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations())
+# With weights, and outputs that are divided. There the gradient of states alone takes the whole backward.
+DIVIDED = fused.implementation(KERNELS, limit, "eps")._replace(at_once=True)
+DIVIDED_SIMPLE_GLA = define("simple_gla", _check_by_head, DIVIDED, plain(xla.RULE))

@@ -91,7 +91,7 @@ def _for_heads(x: jax.Array, h: int) -> jax.Array:
 
 def decays(
     g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, pairs: bool = True,
-    parts: tuple[jax.Array, ...] | None = None,
+    parts: tuple[jax.Array, ...] | None = None, log_weight: jax.Array | None = None,
 ) -> GlaDecays:  # fmt: skip
     """Return the decays of a chunk.
 
@@ -103,6 +103,8 @@ def decays(
       parts: for gates per channel, bfloat16 tiles whose sum is g, to multiply in the place of g. Zeros and ones are
         exact in bfloat16, too, so one pass of the matrix unit loses nothing. None for g itself, if JAX differentiates
         the sums, because it would round the gradient of a bfloat16 tile.
+      log_weight: for gates per head, logs of the weights of tokens [h, 1, C], which decays from a token include; None
+        for weights of 1.
     """
     if gating.per_channel(g):
         h, C, _ = g.shape
@@ -123,6 +125,9 @@ def decays(
     between = matmul.dot(up_to, _for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
     from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
     after = jnp.where(_within(~tiles.lower(C), same), g, 0.0)  # [h, C, C]
+    if log_weight is not None:
+        between = between + log_weight
+        after = jnp.where(tiles.row_index(C) == tiles.column_index(C), log_weight, after)
     return GlaDecays(
         pairs=jnp.where(_within(tiles.lower(C), same), scale * jnp.exp(between), 0.0),
         from_start=scale * jnp.exp(jnp.sum(from_first, axis=2, keepdims=True)),
@@ -183,17 +188,17 @@ def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Arr
     return contract(*(jnp.concatenate(x, axis=axis) for x, axis in zip((left, right), axes, strict=True)))
 
 
-def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array, parts=1) -> jax.Array:
+def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
     """Return the value that every token reads from the state before the chunk, times the scale, [h, C, V] float32."""
     q = tiles.repeat_heads(q, S.shape[0])
     if from_start.shape[2] == 1:
-        return from_start * _product(matmul.dot_nt, q, S, q.dtype, parts)
+        return from_start * matmul.dot_nt(q, S.astype(q.dtype))
     return matmul.dot_nt(_scaled(q, from_start), S.astype(q.dtype))
 
 
-def read_chunk(P: jax.Array, v: jax.Array, parts=1) -> jax.Array:
+def read_chunk(P: jax.Array, v: jax.Array) -> jax.Array:
     """Return the value that every token reads from its chunk by the scores P, [h, C, V] float32."""
-    return _product(matmul.dot, P, v, v.dtype, parts)
+    return matmul.dot(P.astype(v.dtype), v)
 
 
 def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, through: jax.Array, parts=1) -> jax.Array:

@@ -14,12 +14,16 @@ from chunkwise.shared.kernels.spans import segment_tables
 from chunkwise.shared.plain import stream
 
 
+# The e^-m of any stabiliser above it is too small for float32 and for a divisor.
+_MOST = 80.0
+
+
 class Stabilised(NamedTuple):
     """What the gates of all tokens become, float32."""
 
     decay: jax.Array  # [B, T, HV], log f_t + m_{t-1} - m_t, at most 0
-    weight: jax.Array  # [B, T, HV], e^(i_t - m_t), at most 1; NaN where a gate is no number, so that its fault shows
-    least: jax.Array  # [B, T, HV], e^-m_t, the least divisor
+    log_weight: jax.Array  # [B, T, HV], i_t - m_t, at most 0; NaN where a gate is no number, so that its fault shows
+    least: jax.Array  # [B, T, HV], e^-m_t, the least divisor, which is above 0
     last: jax.Array  # [N, HV], m after every sequence
     valid: jax.Array | None  # bool [1 or B, T], False for padding; None if there can be no padding
 
@@ -49,8 +53,8 @@ def stabilise(
     finite = lambda y: jnp.where(jnp.isneginf(y), 0.0, y)
     decay = log_f + (finite(previous) - finite(m))
     decay = jnp.where(jnp.isneginf(previous) | jnp.isneginf(m), -jnp.inf, decay)
-    weight = jnp.where(jnp.isneginf(i), 0.0, jnp.exp(finite(i) - finite(m)))
-    return Stabilised(decay, jnp.where(wrong, jnp.nan, weight), jnp.exp(-m), last, valid)
+    weight = jnp.where(jnp.isneginf(i), -jnp.inf, finite(i) - finite(m))
+    return Stabilised(decay, jnp.where(wrong, jnp.nan, weight), jnp.exp(-jnp.minimum(m, _MOST)), last, valid)
 
 
 def _sequences(T: int, before: jax.Array, cu_seqlens, segment_ids, axes) -> tuple[jax.Array, jax.Array, Any]:

@@ -60,6 +60,9 @@ class Arguments(NamedTuple):
       slots: where the states of the sequences lie in a pool; None for no pool.
       p: erase keys of a delta rule that does not erase by k, [B, T, H, K] or [B, T, HV, K].
       b, w: erase gates [B, T, HV, K], which multiply k to make p, and write gates [B, T, HV, V], which multiply v.
+      log_weight: logs, at most 0, of the weights with which tokens are written, [B, T, HV].
+      least: [B, T, HV], the least divisors of outputs that are divided by what queries read from the sums of keys. Then
+        states have these sums as one more channel. It has no gradient.
     """
 
     q: jax.Array
@@ -78,6 +81,13 @@ class Arguments(NamedTuple):
     p: jax.Array | None = None
     b: jax.Array | None = None
     w: jax.Array | None = None
+    log_weight: jax.Array | None = None
+    least: jax.Array | None = None
+
+    @property
+    def channels(self) -> int:
+        """The channels of a state, beside those of keys."""
+        return self.v.shape[3] + (self.least is not None)
 
     @property
     def erases(self) -> bool:
@@ -132,6 +142,7 @@ class Options(NamedTuple):
         before it is chosen.
       large_steps: step sizes or erase gates may exceed 1; False where a sigmoid makes them.
       disable_recompute: keep every array of the forward that the backward reads, also where it is made again otherwise.
+      eps: is added to the divisors of outputs.
     """
 
     output_final_state: bool = False
@@ -148,6 +159,7 @@ class Options(NamedTuple):
     scale: float = ABSENT
     large_steps: bool = True
     disable_recompute: bool = False
+    eps: float = 0.0
 
 
 def total_gate(x: Arguments) -> jax.Array:

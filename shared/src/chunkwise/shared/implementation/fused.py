@@ -198,14 +198,23 @@ def _user_output(o: interleaved.Tokens, x: Arguments) -> jax.Array:
 
 def _user_states(kernels: Kernels, states: jax.Array, x: Arguments, otherwise: jax.Array | None) -> jax.Array:
     """Return states of a kernel as the user has them; no kernel visits an empty sequence, which gets `otherwise`."""
-    states = jnp.swapaxes(states, 2, 3) if kernels.transposed else states
-    channels = x.v.shape[3] if x.initial_state is None else x.initial_state.shape[3]
+    states, V = jnp.swapaxes(states, 2, 3) if kernels.transposed else states, x.v.shape[3]
+    if x.least is not None:
+        sums = packed.pad_lanes(V)
+        states = jnp.concatenate([states[..., :V], states[..., sums : sums + 1]], axis=3)
+    channels = x.channels if x.initial_state is None else x.initial_state.shape[3]
     otherwise = None if otherwise is None else otherwise.astype(jnp.float32)
     return layout.unless_empty(states[:, :, : x.q.shape[3], :channels], otherwise, x.cu_seqlens)
 
 
-def kernel_states(states: jax.Array | None, transposed: bool = False) -> jax.Array | None:
-    """Return states [N, HV, K, V] of the user as kernels hold them, float32 with both dimensions padded to lanes."""
+def kernel_states(states: jax.Array | None, transposed: bool = False, sums: bool = False) -> jax.Array | None:
+    """Return states [N, HV, K, V] of the user as kernels hold them, float32 with both dimensions padded to lanes.
+
+    With `sums`, the last channel is apart, in a tile of 8 rows behind the others.
+    """
+    if states is not None and sums:
+        values, last = (kernel_states(y, transposed) for y in (states[..., :-1], states[..., -1:]))
+        return jnp.concatenate([values, last[:, :, :8]], axis=2)
     return layout.pad_states(states if states is None or not transposed else jnp.swapaxes(states, 2, 3))
 
 
@@ -255,22 +264,22 @@ def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> di
     K, (HV, V) = x.q.shape[3], x.v.shape[2:]
     rows, columns = (V, K) if kernels.transposed else (K, V)
     trimmed = {
-        "h": lambda y: y[..., :rows, :columns],
+        "h": lambda y: y[..., :rows, :columns] if x.least is None else y,
         "v_new_over_beta": lambda y: layout.from_lanes(y, HV, V, y.shape[1]),
     }
     return {name: trimmed[name](y) if name in trimmed else y for name, y in residuals.items()}
 
 
-def _pad(residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _pad(x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return residuals with the padding of heads that `_trim` cut off."""
     missing = lambda y: [(0, 0)] * 3 + [(0, packed.pad_lanes(n) - n) for n in y.shape[3:]]
-    padded = {"h": lambda y: jnp.pad(y, missing(y)), "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1])}
+    padded = {"h": lambda y: jnp.pad(y, missing(y)) if x.least is None else y, "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1])}
     return {name: padded[name](y) if name in padded else y for name, y in residuals.items()}
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
     x, spans, residuals, precomputed, requested = saved
-    static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(residuals) | precomputed
+    static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(x, residuals) | precomputed
     static = static if precomputed else _in_pieces(kernels, static, backward=True)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros((*interleaved.first(x.q).shape[:2], *x.v.shape[2:]), x.v.dtype) if do is None else do
@@ -285,7 +294,7 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
         replace(
             operands, table=spans.table, owner=spans.owner, **residuals,
             do=layout.to_lanes(interleaved.like(x.q, do.astype(operands.v.dtype)), static.T),
-            dht=kernel_states(dstates, kernels.transposed),
+            dht=kernel_states(dstates, kernels.transposed, x.least is not None),
         ),
         static, tuple(map(_gradient_of, computed)),
     )  # fmt: skip

@@ -185,8 +185,8 @@ def run_context(
     """
     with_states, options = options.output_final_state, options._replace(output_final_state=True)
     if x.cu_seqlens is not None and x.initial_state is None and with_states:
-        (HV, V), N = x.v.shape[2:], x.cu_seqlens.shape[0] - 1
-        x = x._replace(initial_state=jnp.zeros((N, HV, x.q.shape[3], V), jnp.float32))
+        shape = x.cu_seqlens.shape[0] - 1, x.v.shape[2], x.q.shape[3], x.channels
+        x = x._replace(initial_state=jnp.zeros(shape, jnp.float32))
     x, part = _local(x, axis)
     arrays, part = compat.vary_over(compat.varying_axes(*x.arrays().values()).union(axis), (x.arrays(), part))
     start = arrays.pop("initial_state") if x.initial_state is not None and part.first is None else None

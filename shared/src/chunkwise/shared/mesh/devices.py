@@ -35,6 +35,8 @@ _LAYOUT = partition.Layout(
         "p": "btj",
         "b": "btn",
         "w": "btnd",
+        "log_weight": "btn",
+        "least": "btn",
         **SLOT_DIMENSIONS,
     },
     results=("btnd", "sn.d"),
