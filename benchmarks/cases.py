@@ -35,16 +35,14 @@ class Composed(Layer):
 
     Attributes:
       base: the operator whose kernels run, and `tokens` of it for a token.
-      beside: the value channels of another launch of it, or none.
     """
 
     base: str = ""
     tokens: int = 2
-    beside: tuple[int, ...] = ()
 
-    def runs(self, T: int) -> list[Layer]:
-        """Return the layers whose kernels run for T tokens."""
-        return [Layer(self.base, self.H, self.HV, self.K, V, T * self.tokens) for V in (self.V, *self.beside)]
+    def runs(self, T: int) -> Layer:
+        """Return the layer whose kernels run for T tokens."""
+        return Layer(self.base, self.H, self.HV, self.K, self.V, T * self.tokens)
 
     def specs(self, T: int, dtype) -> dict:
         """Return the shapes and types of the inputs without data; they have several entries for a token, or one."""
@@ -57,7 +55,7 @@ COMPOSED = {
     "delta-product-2": Composed("gated_delta_product", H=32, HV=32, base="gated_delta_rule"),
     "dplr": Composed("dplr_delta_rule", H=32, HV=32, base="kda"),
     "rwkv7": Composed("dplr_delta_rule", H=64, HV=64, K=64, V=64, base="kda"),
-    "xlstm-7b": Composed("mlstm", H=8, HV=8, K=256, V=512, base="simple_gla", tokens=1, beside=(128,)),
+    "xlstm-7b": Composed("mlstm", H=8, HV=8, K=256, V=512, base="simple_gla", tokens=1),
     "simple-gla-xlstm-7b": Layer("simple_gla", H=8, HV=8, K=256, V=512),
     "gdn-32": Layer("gated_delta_rule", H=32, HV=32),
     "kda-64x64": Layer("kda", H=64, HV=64, K=64, V=64),

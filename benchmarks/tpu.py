@@ -167,8 +167,8 @@ def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool
     """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
     whole = case.sequences or implementation not in ("fused", "mixed")
-    runs = case.runs(T) if isinstance(case, Composed) else [dataclasses.replace(case, T=T)]
-    turns = None if whole else turns_of(*runs)
+    layer = case.runs(T) if isinstance(case, Composed) else dataclasses.replace(case, T=T)
+    turns = None if whole else turns_of(layer)
     with building(case, implementation, T, backward) as build:
         return figures(build, chip, floor, profile, turns)
 

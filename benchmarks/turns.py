@@ -123,10 +123,8 @@ def gla_runs(steps, block, C, kind, pieces):
     return starts, *clear, *before, *loop(chunks, whole)
 
 
-def turns_of(case: Layer, *others: Layer) -> Turns:
+def turns_of(case: Layer) -> Turns:
     """Return how many steps of our kernels run each region, for a layer of one sequence and a launch of one row.
-
-    The kernels of other layers may be in the same program, told apart by their steps.
 
     The kernels of gated linear attention loop as often as their tables say. The forwards that run the
     kernels of KDA have a second path for rows after strong gates; it counts as not taken.
@@ -144,8 +142,7 @@ def turns_of(case: Layer, *others: Layer) -> Turns:
         if case.table.delta:
             # Steps of one block of heads or of all blocks: both do where no step runs a region.
             return loop.turns - 2, [0] * len(loop.regions)
-        tables = [turns(x, found[1], int(found[2])) for x in (case, *others)]
-        steps, runs = next((x for x in tables if (loop.turns - 2) % x[0] == 0), tables[0])
+        steps, runs = turns(case, found[1], int(found[2]))
         # A branch skips a loop without iterations.
         passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]
         for place in passes[: len(loop.regions) - len(runs)]:

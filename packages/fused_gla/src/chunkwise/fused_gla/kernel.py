@@ -86,7 +86,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
             from_state = tile.read_state(q, S, decays.from_start)  # [heads, C, V]
             o = tile.read_chunk(P, v) + from_state
             if n is not None:
-                o *= normaliser.factors(P, q, n, decays, loads.load_least(refs, s, chunk, heads), s.eps)
+                o *= normaliser.factors(P, q, n, decays, loads.load_row(refs.least, refs, s, chunk, heads, 1.0), s.eps)
             loads.store(refs.o, o, s, chunk, heads)
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 

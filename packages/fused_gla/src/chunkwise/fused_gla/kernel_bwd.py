@@ -118,9 +118,9 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         pairs: Any = decays.pairs
         pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
         S, dS = (normaliser.split(y, s)[0] for y in states())
-        of_sums: Any = 0.0
+        of_sums: Any = None
         if n is not None:
-            least = loads.load_least(refs, s, chunk, heads)
+            least = loads.load_row(refs.least, refs, s, chunk, heads, 1.0)
             products, pairs_t, decays, dn, of_sums = normaliser.chunk_bwd(
                 by_keys[keys.start], products, n, dn, q, pairs_t, decays, least, s.eps
             )

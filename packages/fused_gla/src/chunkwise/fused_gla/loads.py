@@ -62,10 +62,10 @@ def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array
     return _select(_valid_row(refs, s, chunk), g)
 
 
-def load_least(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
-    """Return the least divisors, [heads, 1, C], with ones in rows that are not valid."""
-    least, valid = refs.least[chunk.index, heads], _valid_row(refs, s, chunk)
-    return least if valid is None else jnp.where(valid, least, 1.0)
+def load_row(ref, refs, s: GlaStatic, chunk: StageChunk, heads: slice, otherwise: float) -> jax.Array:
+    """Return a value per token, [heads, 1, C], with another one in rows that are not valid."""
+    x, valid = ref[chunk.index, heads], _valid_row(refs, s, chunk)
+    return x if valid is None else jnp.where(valid, x, otherwise)
 
 
 def load_decays(
@@ -80,7 +80,7 @@ def load_decays(
             parts = matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
         weight = None
         if refs.log_weight is not None:
-            weight = _select(_valid_row(refs, s, chunk), refs.log_weight[chunk.index, heads])
+            weight = load_row(refs.log_weight, refs, s, chunk, heads, tiles.FORGET)
         decays = tile.decays(g, s.scale, chunk.same, pairs, parts, weight)
     if chunk.masks is None:
         return decays

@@ -55,7 +55,7 @@ def chunk_mlstm(
     Accuracy: 1e-5 relative to the recurrence in float64 for float32 inputs, 5e-3 for bfloat16 inputs, 3e-2 for their
     gradients where one token outweighs others. Where |scale n^T q| = e^-m the gradient jumps, and a product in bfloat16
     may take that of the other side.
-    Cost: that of `chunk_simple_gla` with V value channels and with 128, and one pass over k and one over q.
+    Cost: that of `chunk_simple_gla`, and the scan of the stabilisers; without "fused" also that of one value channel.
     Source: Beck et al., xLSTM (2024).
     """
     ...

@@ -94,9 +94,7 @@ def _run_divided(divided: Callable, x: Arguments, options: Options, named: dict[
     if isinstance(scale, jax.Array):
         # An array multiplies outputs, and these are divided.
         q, scale = _times(q, scale), 1.0
-    x = x._replace(
-        q=q, g=gates.decay, log_weight=gates.log_weight, least=gates.least, initial_state=state, scale=scale
-    )
+    x = x._replace(q=q, g=gates.decay, log_weight=gates.log_weight, least=gates.least, initial_state=state, scale=scale)
     o, state = divided(x, options._replace(eps=float(named["eps"])))
     return o, None if state is None else MlstmState(state[..., :-1], state[..., -1], gates.last)
 

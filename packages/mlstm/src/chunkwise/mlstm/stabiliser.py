@@ -13,7 +13,6 @@ from chunkwise.shared.kernels import chunking
 from chunkwise.shared.kernels.spans import segment_tables
 from chunkwise.shared.plain import stream
 
-
 # The e^-m of any stabiliser above it is too small for float32 and for a divisor.
 _MOST = 80.0
 

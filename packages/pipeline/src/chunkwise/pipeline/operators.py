@@ -19,7 +19,6 @@ from chunkwise.fused_gla.cost import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.cost import cost as kda_cost
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
-from chunkwise.shared.kernels import packed
 from chunkwise.shared.testing import compare, definitions, inputs, oracle
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
 from chunkwise.two_keys import cost as two_keys_cost
@@ -132,12 +131,6 @@ def _of_tokens(cost: Callable[..., pl.CostEstimate], n: int) -> Callable[..., pl
     return lambda *, T, **sizes: cost(T=T * n, **sizes)
 
 
-def _mlstm_cost(*, V: int, **sizes) -> pl.CostEstimate:
-    """Return the cost of simple gated linear attention over the values, and over the weights in one register."""
-    costs = [gla_cost(V=width, **sizes) for width in (V, packed.LANES)]
-    return pl.CostEstimate(**{name: sum(getattr(x, name) for x in costs) for name in vars(costs[0])})
-
-
 def _mlstm_inputs(*sizes: int, **options) -> dict[str, Any]:
     x = inputs.make_mlstm_inputs(*sizes, **options)
     return x | ({"initial_state": MlstmState(*x["initial_state"])} if "initial_state" in x else {})
@@ -181,7 +174,7 @@ COMPOSED = {
         Entry(recurrent_mlstm, False, "head", _RECURRENT, composition=_MLSTM),
         Entry(chunk_gated_delta_product, True, "head", _CHUNK, _of_tokens(gdn_cost, 2), composition=_PRODUCT),
         Entry(chunk_dplr_delta_rule, True, "channel", _CHUNK, _of_tokens(kda_cost, 2), composition=_DPLR),
-        Entry(chunk_mlstm, False, "head", _RECURRENT, _mlstm_cost, composition=_MLSTM),
+        Entry(chunk_mlstm, False, "head", _RECURRENT, gla_cost, composition=_MLSTM),
     )
 }
 """The operators that run one of `OPERATORS` over other tokens or values, for `chunkwise check` and the benchmarks."""

@@ -273,7 +273,10 @@ def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> di
 def _pad(x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return residuals with the padding of heads that `_trim` cut off."""
     missing = lambda y: [(0, 0)] * 3 + [(0, packed.pad_lanes(n) - n) for n in y.shape[3:]]
-    padded = {"h": lambda y: jnp.pad(y, missing(y)) if x.least is None else y, "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1])}
+    padded = {
+        "h": lambda y: jnp.pad(y, missing(y)) if x.least is None else y,
+        "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1]),
+    }
     return {name: padded[name](y) if name in padded else y for name, y in residuals.items()}
 
 
