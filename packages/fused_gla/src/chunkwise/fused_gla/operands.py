@@ -1,6 +1,7 @@
 """The operands and the static description of GLA's kernels, with fields that other operators do not have."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -17,8 +18,8 @@ class GlaOperands(operands.Operands):
     """
 
     g_gamma: jax.Array | None = None
-    log_weight: jax.Array | None = None
-    least: jax.Array | None = None
+    log_weight: jax.Array = operands.ABSENT
+    least: jax.Array = operands.ABSENT
 
 
 jax.tree_util.register_dataclass(GlaOperands)
@@ -37,7 +38,8 @@ class GlaStatic(operands.FusedStatic):
 
     constant: bool = False
     parts: int = 1
-    eps: float | None = None
+    # It is a number wherever it is read, and a type cannot say that.
+    eps: Any = None
 
     @property
     def state(self) -> tuple[int, int]:

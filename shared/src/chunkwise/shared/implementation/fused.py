@@ -213,7 +213,8 @@ def kernel_states(states: jax.Array | None, transposed: bool = False, sums: bool
     With `sums`, the last channel is apart, in a tile of 8 rows behind the others.
     """
     if states is not None and sums:
-        values, last = (kernel_states(y, transposed) for y in (states[..., :-1], states[..., -1:]))
+        parts: Any = [kernel_states(y, transposed) for y in (states[..., :-1], states[..., -1:])]
+        values, last = parts
         return jnp.concatenate([values, last[:, :, :8]], axis=2)
     return layout.pad_states(states if states is None or not transposed else jnp.swapaxes(states, 2, 3))
 
