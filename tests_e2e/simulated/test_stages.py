@@ -42,8 +42,8 @@ def test_values(stage, batch, cores):
     stage, case = STAGES[stage], cases.Case(**BATCHES[batch], H=1, HV=2, K=6, V=5, chunk_size=C)
     x = stage.inputs(case)
     options = dict(cu_seqlens=case.cu_seqlens, implementation="pallas", config=TILES[stage.name])
-    got = stage.by_name(stage.run(x, C, **options))
-    for name, want in stage.by_name(stage.definition(x, case.cu_seqlens, C)).items():
+    got = stage.run(x, C, **options)
+    for name, want in stage.define(x, C, case.cu_seqlens).items():
         compare.assert_close(name, got[name], want, compare.STAGE_TOLERANCE)
 
 
@@ -54,11 +54,11 @@ def test_gradients(stage, batch, cores):
     given = stage.inputs(case)
     x = {name: given[name] for name in stage.reads}
     options = dict(cu_seqlens=case.cu_seqlens, implementation="pallas", config=TILES[stage.name])
-    results, pull = jax.vjp(lambda x: stage.by_name(stage.run(x, C, **options)), x)
+    results, pull = jax.vjp(lambda x: stage.run(x, C, **options), x)
     rng = np.random.default_rng(1)
     cotangents = {name: rng.standard_normal(y.shape) for name, y in results.items()}
     (gradients,) = pull({name: jnp.asarray(y, results[name].dtype) for name, y in cotangents.items()})
-    definition = lambda **x: [stage.by_name(stage.definition(x, case.cu_seqlens, C))[name] for name in results]
+    definition = lambda **x: [stage.define(x, C, case.cu_seqlens)[name] for name in results]
     finite = {name: jnp.nan_to_num(y) for name, y in x.items()}
     for name, want in compare.numeric_gradients(definition, finite, list(cotangents.values())).items():
         compare.assert_close(f"d{name}", gradients[name], want, compare.GRADIENT_TOLERANCE["float32"])

@@ -1,6 +1,7 @@
 """The command `chunkwise`, on a few kernels."""
 
 import dataclasses
+import functools
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,12 @@ CUMSUM, SIMPLE_GLA = STAGES[0], OPERATORS["recurrent_simple_gla"]
 
 def raising(*args, **kwargs):
     raise NotImplementedError("no [such] kernel")
+
+
+def times(factor):
+    """Return a stage like CUMSUM, whose results are wrong by a factor."""
+    scaled = lambda *x, **y: factor * CUMSUM.function(*x, **y)
+    return dataclasses.replace(CUMSUM, name="wrong", function=functools.update_wrapper(scaled, CUMSUM.function))
 
 
 @pytest.fixture
@@ -125,8 +132,7 @@ def test_the_reference_needs_no_backend(kernels, monkeypatch):
 
 
 def test_check_fails_where_a_kernel_is_wrong_or_raises(kernels, capsys):
-    wrong = dataclasses.replace(CUMSUM, name="wrong", run=lambda *x, **y: 1.01 * CUMSUM.run(*x, **y))
-    kernels(stages=(wrong, dataclasses.replace(CUMSUM, name="raising", run=raising)))
+    kernels(stages=(times(1.01), dataclasses.replace(CUMSUM, name="raising", function=raising)))
     assert cli.main(["check"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == printed.count("RAISED") == 4
@@ -139,7 +145,7 @@ def test_check_fails_where_a_kernel_is_wrong_or_raises(kernels, capsys):
 
 
 def test_results_that_are_not_numbers_fail(kernels, capsys):
-    kernels(stages=(dataclasses.replace(CUMSUM, run=lambda *x, **y: float("nan") * CUMSUM.run(*x, **y)),))
+    kernels(stages=(times(float("nan")),))
     assert cli.main(["check", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["failed"] == 4
 

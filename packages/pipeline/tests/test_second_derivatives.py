@@ -133,15 +133,15 @@ def test_hessian_of_a_stage(stage):
     ones = lambda y: jnp.where(jnp.isnan(y) | (y == 0.0), 1.0, y)
     x = {name: ones(y) for name, y in stage.inputs(case).items() if name in stage.reads}
     dx, cu_seqlens = directions(x), case.cu_seqlens
-    sines = lambda numpy, results: sum(numpy.sum(numpy.sin(y)) for y in stage.by_name(results).values())
-    loss = lambda x: sines(jnp, stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation="xla"))
+    sines = lambda numpy, results: sum(numpy.sum(numpy.sin(y)) for y in results.values())
+    loss = lambda x: sines(jnp, stage.run(x, case.chunk_size, cu_seqlens, implementation="xla"))
     slope = lambda x: jax.jvp(loss, (x,), (dx,))[1]
     both = jax.jit(lambda x: (hessian_product(loss)(x, dx), jax.jvp(slope, (x,), (dx,))[1]))
     over_gradient, twice = both(x)
 
     def exact(t, step=1e-3):
         at = {name: np.asarray(y, np.float64) + t * step * np.asarray(dx[name]) for name, y in x.items()}
-        return sines(np, stage.definition(at, cu_seqlens, case.chunk_size)) / step**2
+        return sines(np, stage.define(at, case.chunk_size, cu_seqlens)) / step**2
 
     want = exact(1) - 2 * exact(0) + exact(-1)
     assert_close("over a gradient", sum(jnp.vdot(over_gradient[name], dx[name]) for name in x), want, TOLERANCE)

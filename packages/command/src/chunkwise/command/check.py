@@ -147,7 +147,7 @@ def _start_stage(check: Check, stage: stages.Stage, pool: Executor) -> Iterator[
     x = _arguments(stage.inputs, case)
 
     def run(x, cu_seqlens):
-        return stage.by_name(stage.run(x, case.chunk_size, cu_seqlens=cu_seqlens, implementation=check.implementation))
+        return stage.run(x, case.chunk_size, cu_seqlens, implementation=check.implementation)
 
     rounded = stage.rounds and case.dtype != "float32"
     limit = compare.TOLERANCE[case.dtype] if rounded else compare.STAGE_TOLERANCE
@@ -156,7 +156,7 @@ def _start_stage(check: Check, stage: stages.Stage, pool: Executor) -> Iterator[
         (stage.name, check.implementation, case.dtype, check.label),
         _compile(pool, run, args),
         args,
-        lambda: stage.by_name(stage.definition(x, case.cu_seqlens, case.chunk_size)),
+        functools.partial(stage.define, x, case.chunk_size, case.cu_seqlens),
         lambda name: limit,
     )
 

@@ -1,129 +1,106 @@
 """The tables of the stages of the chain, and of the parts of a layer around its operator.
 
-Checks and benchmarks, which treat all of them alike, read these tables.
+Checks and tests, which treat all of them alike, read these tables.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 
 from chunkwise.causal_conv1d import causal_conv1d
-from chunkwise.causal_conv1d.cost import cost as causal_conv1d_cost
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_h.config import cost as chunk_h_cost
 from chunkwise.chunk_o import chunk_fwd_o
-from chunkwise.chunk_o.config import cost as chunk_o_cost
 from chunkwise.cumsum import chunk_local_cumsum
-from chunkwise.cumsum.config import cost as cumsum_cost
 from chunkwise.kkt import chunk_scaled_dot_kkt
-from chunkwise.kkt.config import cost as kkt_cost
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.norm_gated.cost import cost as norm_gated_cost
 from chunkwise.shared.testing import cases, conv_norm_oracle
 from chunkwise.shared.testing import stage_oracle as exact
 from chunkwise.solve_tril import solve_tril
-from chunkwise.solve_tril.config import cost as solve_tril_cost
 from chunkwise.wy_fast import recompute_w_u
-from chunkwise.wy_fast.config import cost as wy_fast_cost
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the chain, or a part of a layer: functions of its arguments that run it and that define it.
+    """A stage of the chain, or a part of a layer: a function of arrays, and its definition.
 
     Attributes:
       name: its name in its package.
-      run: runs it, from a dict x of arguments, further keywords of the stage, and the chunk size.
-      definition: computes it in float64, from a dict x of arguments, cu_seqlens and the chunk size.
-      reads: the names of its arguments, as `inputs` gives them.
+      function: runs it, from the arrays by name, and from `chunk_size` and `cu_seqlens` if it takes them.
+      definition: computes it in float64, from arguments of the same names.
+      reads: the names of the arrays, as `inputs` gives them.
       results: the names of its results, as `definition` returns them.
-      cost: from B, T, H, HV, K, V, C, itemsize and backward to the cost, by the `cost` of its package.
       implementations: its implementations; the last one is chosen on a TPU.
-      inputs: from a `chunkwise.shared.testing.Case` to the arguments.
+      inputs: from a `chunkwise.shared.testing.Case` to the arrays by name.
       rounds: whether the results are in the type of the inputs; otherwise they are float32.
     """
 
     name: str
-    run: Callable
+    function: Callable
     definition: Callable
     reads: tuple[str, ...]
     results: tuple[str, ...]
-    cost: Callable[..., pl.CostEstimate]
     implementations: tuple[str, ...] = ("xla", "pallas")
     inputs: Callable[[cases.Case], dict] = cases.Case.arguments
     rounds: bool = False
 
-    def by_name(self, results) -> dict:
-        """Return the results of `run` or `definition` by name, without states that were not asked for."""
-        results = results if isinstance(results, tuple) else (results,)
-        return dict(zip(self.results, (y for y in results if y is not None), strict=True))
+    def run(self, x: Mapping[str, jax.Array], chunk_size: int, cu_seqlens=None, **options) -> dict[str, jax.Array]:
+        """Return the results by name, given at least the arrays that the stage reads."""
+        return self._named(self.function, x, options, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+
+    def define(self, x: Mapping, chunk_size: int, cu_seqlens=None) -> dict[str, np.ndarray]:
+        """Return the same in float64, by the definition."""
+        return self._named(self.definition, x, {}, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+
+    def _named(self, function: Callable, x: Mapping, options: dict, **cut) -> dict:
+        accepted = inspect.signature(function).parameters
+        options = options | {name: y for name, y in cut.items() if name in accepted}
+        results = function(**{name: x[name] for name in self.reads}, **options)
+        return dict(zip(self.results, results if isinstance(results, tuple) else (results,), strict=True))
+
+
+def _states_of_values(k, v, g_cum, initial_state, chunk_size: int, cu_seqlens) -> tuple[np.ndarray, np.ndarray]:
+    """Return the definition of the states without a delta rule, which writes the values as they are."""
+    h, _, final_state = exact.states(k, None, v, g_cum, initial_state, chunk_size, cu_seqlens)
+    return h, final_state
+
+
+def _with_new_values(case: cases.Case) -> dict[str, jax.Array]:
+    """Return the arguments of a case, whose values are those that the delta rule writes."""
+    x = case.arguments()
+    return x | {"v": x["v_new"]}
 
 
 STAGES = (
-    Stage(
-        "chunk_local_cumsum",
-        lambda x, C, **o: chunk_local_cumsum(x["g"], C, **o),
-        lambda x, cu, C: exact.cumsum(x["g"], C, cu),
-        ("g",),
-        ("g_cum",),
-        # The gates are float32, one for every value head.
-        lambda *, H, HV, K, V, itemsize, **sizes: cumsum_cost(H=HV, **sizes),
-    ),
-    Stage(
-        "chunk_scaled_dot_kkt",
-        lambda x, C, **o: chunk_scaled_dot_kkt(x["k"], x["beta"], x["g_cum"], chunk_size=C, **o),
-        lambda x, cu, C: exact.kkt(x["k"], x["beta"], x["g_cum"], C, cu),
-        ("k", "beta", "g_cum"),
-        ("A",),
-        lambda *, V, **sizes: kkt_cost(**sizes),
-    ),
-    Stage(
-        "solve_tril",
-        lambda x, C, **o: solve_tril(x["A"], **o),
-        lambda x, cu, C: exact.inverse(x["A"], cu),
-        ("A",),
-        ("A_inv",),
-        lambda *, H, K, V, itemsize, **sizes: solve_tril_cost(**sizes),
-    ),
-    Stage(
-        "recompute_w_u",
-        lambda x, C, **o: recompute_w_u(x["k"], x["v"], x["beta"], x["A_inv"], x["g_cum"], **o),
-        lambda x, cu, C: exact.w_u(x["k"], x["v"], x["beta"], x["A_inv"], x["g_cum"], cu),
-        ("k", "v", "beta", "A_inv", "g_cum"),
-        ("w", "u"),
-        wy_fast_cost,
-    ),
+    Stage("chunk_local_cumsum", chunk_local_cumsum, exact.cumsum, ("g",), ("g_cum",)),
+    Stage("chunk_scaled_dot_kkt", chunk_scaled_dot_kkt, exact.kkt, ("k", "beta", "g_cum"), ("A",)),
+    Stage("solve_tril", solve_tril, exact.inverse, ("A",), ("A_inv",)),
+    Stage("recompute_w_u", recompute_w_u, exact.w_u, ("k", "v", "beta", "A_inv", "g_cum"), ("w", "u")),
     Stage(
         "chunk_gated_delta_rule_fwd_h",
-        lambda x, C, **o: chunk_gated_delta_rule_fwd_h(
-            x["k"], x["w"], x["u"], x["g_cum"], x["initial_state"], True, chunk_size=C, **o
-        ),
-        lambda x, cu, C: exact.states(x["k"], x["w"], x["u"], x["g_cum"], x["initial_state"], C, cu),
+        functools.partial(chunk_gated_delta_rule_fwd_h, output_final_state=True),
+        exact.states,
         ("k", "w", "u", "g_cum", "initial_state"),
         ("h", "v_new", "final_state"),
-        chunk_h_cost,
     ),
     Stage(
         "chunk_fwd_h",
-        lambda x, C, **o: chunk_fwd_h(
-            x["k"], x["v"], x["g_cum"], initial_state=x["initial_state"], output_final_state=True, chunk_size=C, **o
-        ),
-        lambda x, cu, C: exact.states(x["k"], None, x["v"], x["g_cum"], x["initial_state"], C, cu)[::2],
+        functools.partial(chunk_fwd_h, output_final_state=True),
+        _states_of_values,
         ("k", "v", "g_cum", "initial_state"),
         ("h", "final_state"),
-        functools.partial(chunk_h_cost, delta_rule=False),
     ),
     Stage(
         "chunk_fwd_o",
-        lambda x, C, **o: chunk_fwd_o(x["q"], x["k"], x["v_new"], x["h"], x["g_cum"], chunk_size=C, **o),
-        lambda x, cu, C: exact.output(x["q"], x["k"], x["v_new"], x["h"], x["g_cum"], None, C, cu),
-        ("q", "k", "v_new", "h", "g_cum"),
+        chunk_fwd_o,
+        exact.output,
+        ("q", "k", "v", "h", "g_cum"),
         ("o",),
-        chunk_o_cost,
+        inputs=_with_new_values,
         rounds=True,
     ),
 )
@@ -150,25 +127,19 @@ def _norm_inputs(case: cases.Case) -> dict:
 PARTS = (
     Stage(
         "causal_conv1d",
-        lambda x, C, **o: causal_conv1d(
-            x["x"], x["weight"], x["bias"], x["initial_state"], True, activation="silu", **o
-        ),
-        lambda x, cu, C: conv_norm_oracle.causal_conv1d(
-            x["x"], x["weight"], x["bias"], x["initial_state"], name="silu", cu_seqlens=cu
-        ),
+        functools.partial(causal_conv1d, output_final_state=True, activation="silu"),
+        functools.partial(conv_norm_oracle.causal_conv1d, name="silu"),
         ("x", "weight", "bias", "initial_state"),
         ("y", "final_state"),
-        lambda *, H, HV, K, V, C, **sizes: causal_conv1d_cost(D=2 * H * K + HV * V, W=_WIDTH, **sizes),
         inputs=_convolution_inputs,
         rounds=True,
     ),
     Stage(
         "rms_norm_gated",
-        lambda x, C, cu_seqlens, **o: rms_norm_gated(x["x"], x["z"], x["weight"], **o),
-        lambda x, cu, C: conv_norm_oracle.rms_norm_gated(x["x"], x["z"], x["weight"]),
+        rms_norm_gated,
+        conv_norm_oracle.rms_norm_gated,
         ("x", "z", "weight"),
         ("y",),
-        lambda *, B, T, H, HV, K, V, C, **sizes: norm_gated_cost(rows=B * T * HV, D=V, **sizes),
         inputs=_norm_inputs,
         rounds=True,
     ),
