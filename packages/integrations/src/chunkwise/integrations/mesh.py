@@ -9,12 +9,13 @@ from chunkwise import layers
 from chunkwise.shared.call import checks
 
 # Pairs of a dimension to divide and axes of a mesh, the items of `mesh_axes` of `chunkwise.layers.shardings`.
-MeshAxes = tuple[tuple[str, Any], ...] | None
+Axes = str | tuple[str, ...] | None
+MeshAxes = tuple[tuple[str, Axes], ...] | None
 
 
 def shardings_on(config: layers.LayerConfig, mesh_axes: MeshAxes) -> layers.Shardings | None:
     """Return how a layer is divided over the mesh that is set; None without a mesh or without `mesh_axes`."""
-    mesh: Any = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh_axes is None:
         return None
     axes = dict(mesh_axes)
@@ -39,6 +40,6 @@ def division(config: layers.LayerConfig, mesh_axes: MeshAxes) -> dict[str, Any]:
     return {"sharding": on.values if automatic else None, "context_axis": manual or None}
 
 
-def _names(axes: Any) -> tuple[str, ...]:
+def _names(axes: Axes) -> tuple[str, ...]:
     """Return axes, given as one name, a tuple of names or None, as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())

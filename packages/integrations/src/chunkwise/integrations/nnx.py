@@ -147,7 +147,7 @@ class _Layer(nnx.Module):
         """
         return self._run(x, decode, cu_seqlens=cu_seqlens, segment_ids=segment_ids, padding_id=padding_id)[0]
 
-    def _run(self, x: jax.Array, decode: bool, **options: Any) -> tuple[Any, ...]:
+    def _run(self, x: jax.Array, decode: bool, **options: jax.Array | int | None) -> tuple[jax.Array, ...]:
         """Run the layer, put the cache where it belongs, and return the other results."""
         checks.check(not decode or self.cache is not None, "`decode` must be False before `init_cache`; got True.")
         cache = nnx.as_pure(self.cache)
@@ -181,7 +181,7 @@ def _module(config: type[layers.LayerConfig]) -> Callable[[Kind], Kind]:
         cls.__doc__ = "\n\n".join((inspect.cleandoc(cls.__doc__ or ""), equations, calls, common))
         # Python's errors name a method with the class in which it is written.
         for name in ("__init__", "__call__", "init_cache"):
-            f: Any = vars(cls).get(name, vars(_Layer)[name])
+            f = vars(cls).get(name, vars(_Layer)[name])
             copy = types.FunctionType(f.__code__, f.__globals__, name, f.__defaults__, f.__closure__)
             copy.__kwdefaults__, copy.__doc__, copy.__annotations__ = f.__kwdefaults__, f.__doc__, f.__annotations__
             copy.__qualname__ = f"{cls.__qualname__}.{name}"

@@ -6,10 +6,10 @@ product, and puts its own arrays in the place of the weight, or beside it.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 
 def is_wrapped(module: nnx.Module) -> bool:
@@ -31,12 +31,12 @@ class Projection:
         self.weight = getattr(module, name)
         self.shape, self.dtype = self.weight.shape, self.weight.dtype
 
-    def __call__(self, x: jax.Array, **options: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, *, out_sharding: NamedSharding | None = None) -> jax.Array:
         """Return x [B, T, C] times the matrix, in the type of x."""
         quantized = not isinstance(self.weight, nnx.Variable)
         matrix = self.weight if quantized else self.weight.get_value().astype(x.dtype)
         with self._alone():
-            y = jax.lax.dot_general(x, matrix, (((2,), (0,)), ((), ())), **options)
+            y = jax.lax.dot_general(x, matrix, (((2,), (0,)), ((), ())), out_sharding=out_sharding)
         return y.astype(x.dtype)
 
     @contextlib.contextmanager

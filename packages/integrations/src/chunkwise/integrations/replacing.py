@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 _ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -19,9 +19,9 @@ class Place(NamedTuple):
       imported: whether other modules import the name when they need it, so that no function of `where` reads it.
     """
 
-    where: Any
+    where: types.ModuleType | type
     name: str
-    value: Any
+    value: Callable[..., object]
     imported: bool = False
 
     @property
@@ -120,7 +120,7 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inside))
 
 
-def _check_arguments(label: str, old: Any, new: Any) -> None:
+def _check_arguments(label: str, old: Callable, new: Callable) -> None:
     """Check that ours takes the arguments of the host's function, or each method of ours those of the host's method."""
     if isinstance(new, type):
         for name, method in vars(new).items():

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ _LEFT_OUT: Any = None
 _MOST = float(np.finfo(np.float32).max)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number, and finite in float32, in which layers compute."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     return bool(real and abs(value) <= _MOST)
@@ -71,6 +71,11 @@ class LayerConfig:
     def check(cls, config) -> None:
         """Check that the argument `config` of a function is of this class, and not of another layer."""
         checks.check(isinstance(config, cls), f"`config` must be a {cls.__name__}; got {type(config).__name__}.")
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Heads of queries, of keys and of values."""
+        return self.H, self.H, self.HV
 
     @property
     def channels(self) -> tuple[int, ...]:

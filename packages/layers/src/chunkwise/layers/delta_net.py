@@ -76,15 +76,15 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedD
     if "in_proj_qkvz" in found:
         group = c.HV // c.H
         parts = found.read("in_proj_qkvz", 2 * (q + v), c.D).reshape(c.H, -1, c.D)
-        parts = jnp.split(parts, [c.K, 2 * c.K, 2 * c.K + group * c.V], axis=1)
+        parts = parameters.split(parts, (c.K, c.K, group * c.V, group * c.V), axis=1)
         gates = jnp.split(found.read("in_proj_ba", 2 * c.HV, c.D).reshape(c.H, -1, c.D), 2, axis=1)
         projections = [x.reshape(-1, c.D).T for x in (*parts, gates[1], gates[0])]
     elif "in_proj" in found:
-        rows = np.cumsum([q, k, v, v, c.HV])
-        *projections, b, a = jnp.split(found.matrix("in_proj", c.D, rows[-1] + c.HV), rows, axis=1)
+        sizes = q, k, v, v, c.HV, c.HV
+        *projections, b, a = parameters.split(found.matrix("in_proj", c.D, sum(sizes)), sizes)
         projections += [a, b]
     elif "in_proj_qkv" in found:
-        parts = jnp.split(found.matrix("in_proj_qkv", c.D, q + k + v), [q, q + k], axis=1)
+        parts = parameters.split(found.matrix("in_proj_qkv", c.D, q + k + v), (q, k, v))
         z = found.matrix("in_proj_z", c.D, v)
         if "in_proj_ba" in found:
             b, a = jnp.split(found.matrix("in_proj_ba", c.D, 2 * c.HV), 2, axis=1)

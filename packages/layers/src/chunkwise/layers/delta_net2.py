@@ -57,10 +57,9 @@ def _init(new: parameters.Initial, c: config.GatedDeltaNet2Config) -> GatedDelta
     0.1, as in Kimi delta attention.
     """
     q, k, v = c.channels
-    factors = lambda columns: (new.matrix(c.D, c.V), new.matrix(c.V, columns))
     return GatedDeltaNet2Weights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(k), z=factors(v),
-        z_bias=jnp.zeros(v, new.dtype), b=new.matrix(c.D, k), w=new.matrix(c.D, v),
+        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=new.factors(c.D, c.V, k),
+        z=new.factors(c.D, c.V, v), z_bias=jnp.zeros(v, new.dtype), b=new.matrix(c.D, k), w=new.matrix(c.D, v),
         conv=tuple(new.convolution(n, c.W) for n in c.channels), A_log=new.log_decay(c.H),
         dt_bias=new.step_bias(c.H, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
     )  # fmt: skip
@@ -72,13 +71,10 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNet2Config) -> Gated
     The layer GatedDeltaNet2 of flash-linear-attention has the same names.
     """
     q, k, v = c.channels
-
-    def factors(name, columns):
-        return found.matrix(f"{name}_proj.0", c.D, c.V), found.matrix(f"{name}_proj.1", c.V, columns)
-
     return GatedDeltaNet2Weights(
-        *(found.matrix(f"{name}_proj", c.D, n) for name, n in dict(q=q, k=k, v=v).items()),
-        f=factors("f", k), z=factors("g", v), z_bias=found.read("g_proj.1.bias", v), b=found.matrix("b_proj", c.D, k),
+        *found.matrices(("q", "k", "v"), c.D, c.channels),
+        f=found.factors(("f_proj.0", "f_proj.1"), c.D, c.V, k), z=found.factors(("g_proj.0", "g_proj.1"), c.D, c.V, v),
+        z_bias=found.read("g_proj.1.bias", v), b=found.matrix("b_proj", c.D, k),
         w=found.matrix("w_proj", c.D, v), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
         A_log=found.float32("A_log", c.H), dt_bias=found.float32("dt_bias", c.H, c.K), norm=found.read("o_norm", c.V),
         out=found.matrix("o_proj", v, c.D),
@@ -119,7 +115,7 @@ def _mix(
     """
     projected = [running.project(x, matrix) for matrix in (weights.q, weights.k, weights.v)]
     f, z, b, w = (running.project(x, *factors) for factors in (weights.f, weights.z, (weights.b,), (weights.w,)))
-    (q, k, v), conv = running.convolve_heads(run, config, projected, weights.conv)
+    (q, k, v), conv = running.convolve_heads(run, config.heads, projected, weights.conv)
     w, z = running.by_head(w, config.HV), running.with_bias(z, weights.z_bias)
     g, b = (tiles.repeat_heads(running.by_head(y, config.H), config.HV, axis=2) for y in (f, b))
     A_log, dt_bias = (tiles.repeat_heads(y, config.HV) for y in (weights.A_log, weights.dt_bias))

@@ -34,10 +34,10 @@ class GatedDeltaProductWeights(NamedTuple):
     v: tuple[jax.Array, ...]
     b: tuple[jax.Array, ...]
     z: jax.Array
-    a: Any
+    a: jax.Array | tuple[()]
     conv: tuple[jax.Array, ...]
-    A_log: Any
-    dt_bias: Any
+    A_log: jax.Array | tuple[()]
+    dt_bias: jax.Array | tuple[()]
     norm: jax.Array
     out: jax.Array
 
@@ -117,8 +117,7 @@ def _mix(
     n = config.num_householder
     projected = [running.project(x, weight) for weight in (w.q, *w.k, *w.v)]
     heads = (config.H,) * (1 + n) + (config.HV,) * n
-    pairs = list(map(run.convolve, range(len(heads)), projected, w.conv, (None,) * len(heads), heads))
-    q, *steps = (running.by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True))
+    (q, *steps), conv = running.convolve_heads(run, heads, projected, w.conv)
     b = [running.project(x, weight) for weight in w.b]
     k, v, beta = (composition.interleave(*y) for y in (steps[:n], steps[n:], b))
     gate = dict(use_gate_in_kernel=True, A_log=w.A_log, dt_bias=w.dt_bias) if config.forget_gate else {}
@@ -127,8 +126,7 @@ def _mix(
         use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval, **gate,
     )  # fmt: skip
     y = norm.norm_heads(run, o, running.project(x, w.z), w.norm, activation="silu", eps=config.eps)
-    kept: Any = tuple(after for _, after in pairs)
-    return running.project_out(y, w.out, x), caches.Cache(kept, state)
+    return running.project_out(y, w.out, x), caches.Cache(conv, state)
 
 
 LAYER = layer.Definition(

@@ -1,6 +1,5 @@
 """Kimi delta attention, the layer of Kimi-Linear, Kimi-K3 and Ling 3.0."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -40,13 +39,19 @@ class KimiDeltaAttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[int | None, int | None]:
-    """Return the ranks of the projections of the decay and of the norm's gate, None for one matrix."""
-    return config.R, None if config.full_rank_gate else config.R
+def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of the projections of the decay and of the norm's gate: one each, or none for one matrix."""
+    ranks = () if config.R is None else (config.R,)
+    return ranks, () if config.full_rank_gate else ranks
+
+
+def _names(name: str, ranks: tuple[int, ...]) -> list[str]:
+    """Return the names of the factors of a projection in a checkpoint."""
+    return [f"{name}_{end}" for end in (("a_proj", "b_proj") if ranks else ("proj",))]
 
 
 def _split(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
-    f, z = ((".n",) if R is None else ("..", ".n") for R in _ranks(config))
+    f, z = (("..",) * len(ranks) + (".n",) for ranks in _ranks(config))
     return dict(
         q=".h", k=".h", v=".n", f=f, z=z, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
         norm=".", out="n.",
@@ -61,14 +66,9 @@ def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDe
     """
     q, k, v = c.channels
     decay, gate = _ranks(c)
-
-    def factors(columns, R):
-        sizes = (c.D, columns) if R is None else (c.D, R, columns)
-        return tuple(new.matrix(*pair) for pair in itertools.pairwise(sizes))
-
     return KimiDeltaAttentionWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=factors(c.HV * c.K, decay),
-        z=factors(v, gate), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
+        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=new.factors(c.D, *decay, c.HV * c.K),
+        z=new.factors(c.D, *gate, v), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
         A_log=new.log_decay(c.HV), dt_bias=new.step_bias(c.HV, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
     )  # fmt: skip
 
@@ -84,14 +84,10 @@ def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> K
     found.rename("dense", "o_proj")
     v = c.channels[2]
     decay, gate = _ranks(c)
-
-    def factors(name, columns, R):
-        if R is None:
-            return (found.matrix(f"{name}_proj", c.D, columns),)
-        return found.matrix(f"{name}_a_proj", c.D, R), found.matrix(f"{name}_b_proj", R, columns)
-
     return KimiDeltaAttentionWeights(
-        *found.matrices(("q", "k", "v"), c.D, c.channels), f=factors("f", c.HV * c.K, decay), z=factors("g", v, gate),
+        *found.matrices(("q", "k", "v"), c.D, c.channels),
+        f=found.factors(_names("f", decay), c.D, *decay, c.HV * c.K),
+        z=found.factors(_names("g", gate), c.D, *gate, v),
         b=found.matrix("b_proj", c.D, c.HV), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
         A_log=found.float32("A_log", c.HV, padded=True), dt_bias=found.float32("dt_bias", c.HV, c.K),
         norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
@@ -102,9 +98,9 @@ def _save(w: KimiDeltaAttentionWeights, c: config.KimiDeltaAttentionConfig, mode
     """Return the arrays of a layer for a checkpoint of Kimi-Linear, Kimi-K3, Ling 3.0 or GLM-5-next."""
     ling = model.startswith("bailing")
     matrices = {"q_proj": w.q, "k_proj": w.k, "v_proj": w.v, "b_proj": w.b, "dense" if ling else "o_proj": w.out}
-    for name, factors in dict(f=w.f, g=w.z).items():
-        ends = ("proj",) if len(factors) == 1 else ("a_proj", "b_proj")
-        matrices |= {f"{name}_{end}": x for end, x in zip(ends, factors, strict=True)}
+    decay, gate = _ranks(c)
+    for names, factors in ((_names("f", decay), w.f), (_names("g", gate), w.z)):
+        matrices |= dict(zip(names, factors, strict=True))
     named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
     named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
     A_log = w.A_log.reshape(1, 1, -1, 1) if model.startswith("kimi") else w.A_log

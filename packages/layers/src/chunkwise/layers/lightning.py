@@ -49,7 +49,7 @@ def _load(found: parameters.Checkpoint, c: config.LightningAttentionConfig) -> L
     sizes = (c.K, c.K, c.V)
     # The matrix has queries, keys and values of a head side by side.
     parts = found.read("qkv_proj", c.H * sum(sizes), c.D).reshape(c.H, sum(sizes), c.D)
-    q, k, v = (x.reshape(-1, c.D).T for x in jnp.split(parts, [c.K, 2 * c.K], axis=1))
+    q, k, v = (x.reshape(-1, c.D).T for x in parameters.split(parts, sizes, axis=1))
     # transformers saves these, too; the layer here computes its decay from the config.
     found.ignore("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     return LightningAttentionWeights(
@@ -89,10 +89,9 @@ def _mix(
     Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and the cost of the operator.
     Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025).
     """
-    heads = (config.H, config.H, config.HV)
     q, k, v = (
         running.by_head(jax.nn.silu(running.project(x, weight)), count)
-        for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
+        for weight, count in zip((w.q, w.k, w.v), config.heads, strict=True)
     )
     z = running.project(x, w.z)
     o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=_decay(config), scale=1.0)

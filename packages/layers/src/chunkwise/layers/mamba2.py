@@ -40,10 +40,10 @@ class Mamba2Weights(NamedTuple):
     A_log: jax.Array
     dt_bias: jax.Array
     skip: jax.Array
-    norm: Any
+    norm: jax.Array | tuple[()]
     out: jax.Array
     in_bias: tuple[jax.Array, ...] = ()
-    out_bias: Any = ()
+    out_bias: jax.Array | tuple[()] = ()
 
 
 def _split(config: config.Mamba2Config) -> dict[str, Any]:
@@ -77,11 +77,10 @@ def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights
     q, k, v = c.channels
     # The order of a checkpoint: the gate, then x, B and C, which go through the convolution, then the time step.
     sizes = v, v, k, q, c.HV
-    split = lambda x: jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
-    z, v_, k_, q_, dt = split(found.matrix("in_proj", c.D, sum(sizes)))
-    in_bias = split(found.read("in_proj.bias", sum(sizes))) if c.in_bias else ()
+    z, v_, k_, q_, dt = parameters.split(found.matrix("in_proj", c.D, sum(sizes)), sizes)
+    in_bias = parameters.split(found.read("in_proj.bias", sum(sizes)), sizes) if c.in_bias else ()
     conv = found.convolutions(("x", "B", "C"), (v, k, q), c.W)
-    bias = tuple(jnp.split(found.read("conv1d.bias", v + k + q), [v, v + k])) if c.conv_bias else ()
+    bias = tuple(parameters.split(found.read("conv1d.bias", v + k + q), (v, k, q))) if c.conv_bias else ()
     return Mamba2Weights(
         q_, k_, v_, z, dt, conv[::-1], bias[::-1], A_log=found.float32("A_log", c.HV),
         dt_bias=found.float32("dt_bias", c.HV), skip=found.float32("D", c.HV),
@@ -98,7 +97,7 @@ def _save(w: Mamba2Weights, c: config.Mamba2Config, model: str) -> dict[str, Any
     named["conv1d.weight"] = np.concatenate(w.conv[::-1])[:, None]
     if c.in_bias:
         named["in_proj.bias"] = np.concatenate([w.in_bias[i] for i in (3, 2, 1, 0, 4)])
-    optional = {"norm.weight": w.norm, "out_proj.bias": w.out_bias}
+    optional: dict[str, Any] = {"norm.weight": w.norm, "out_proj.bias": w.out_bias}
     optional["conv1d.bias"] = np.concatenate(w.bias[::-1]) if c.conv_bias else ()
     return named | {name: x for name, x in optional.items() if not isinstance(x, tuple)}
 
@@ -106,15 +105,14 @@ def _save(w: Mamba2Weights, c: config.Mamba2Config, model: str) -> dict[str, Any
 def _project(x, w: Mamba2Weights, c: config.Mamba2Config) -> list[jax.Array]:
     """Return the projections q, k, v, z and dt of hidden states, with their biases and factors."""
     z, v, k, q, dt = c.multipliers
-    projected = []
+    projected, biases = [], w.in_bias or ((),) * 5
     for i, factor in enumerate((q, k, v, z, dt)):
         y = running.project(x, (w.q, w.k, w.v, w.z, w.dt)[i])
         if c.in_multiplier == factor == 1:
-            projected.append(running.with_bias(y, w.in_bias[i]) if c.in_bias else y)
+            projected.append(running.with_bias(y, biases[i]))
             continue
         # A factor in bfloat16 would have an error of its own.
-        u = y.astype(jnp.float32) * c.in_multiplier
-        u = running.with_bias(u, w.in_bias[i]) if c.in_bias else u
+        u = running.with_bias(y.astype(jnp.float32) * c.in_multiplier, biases[i])
         projected.append((u * factor).astype(y.dtype))
     return projected
 
@@ -137,7 +135,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
     *projected, z, dt = _project(x, w, config)
-    (q, k, v), conv = running.convolve_heads(run, config, projected, w.conv, w.bias)
+    (q, k, v), conv = running.convolve_heads(run, config.heads, projected, w.conv, w.bias)
     # A softplus is never below 0, so the default limit needs no operation.
     dt = jax.nn.softplus(running.with_bias(dt.astype(jnp.float32), w.dt_bias))
     dt = jnp.clip(dt, *config.dt_limit)
@@ -150,7 +148,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
         first = config.norm == "before"
         y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
     y = running.project_out(y, w.out, x)
-    return running.with_bias(y, w.out_bias) if config.out_bias else y, caches.Cache(conv, state)
+    return running.with_bias(y, w.out_bias), caches.Cache(conv, state)
 
 
 LAYER = layer.Definition(

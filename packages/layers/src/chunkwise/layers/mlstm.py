@@ -11,7 +11,7 @@ from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_mlstm, recurrent_mlstm
 
 
-def _no_step(*arrays: Any, **options: Any) -> NoReturn:
+def _no_step(*arrays: object, **options: object) -> NoReturn:
     raise NotImplementedError("mlstm_layer has no serving step, because a slot of a pool is one array.")
 
 
@@ -65,10 +65,9 @@ def _load(found: parameters.Checkpoint, c: config.MlstmLayerConfig) -> MlstmLaye
     q, v, gates = c.H * c.K, c.HV * c.V, ("igate_preact", "fgate_preact")
     names = dict(q=q, k=q, v=v, ogate_preact=v)
     if "qkv_opreact" in found:
-        cut = lambda x, *sizes: jnp.split(x, jnp.cumsum(jnp.array(sizes))[:-1].tolist(), axis=-1)
-        matrices = cut(found.matrix("qkv_opreact", c.D, 2 * q + 2 * v), *names.values())
-        projections = cut(found.matrix("ifgate_preact", c.D, 2 * c.HV), c.HV, c.HV)
-        biases = cut(found.read("ifgate_preact.bias", 2 * c.HV), c.HV, c.HV)
+        matrices = parameters.split(found.matrix("qkv_opreact", c.D, 2 * q + 2 * v), [*names.values()])
+        projections = jnp.split(found.matrix("ifgate_preact", c.D, 2 * c.HV), 2, axis=1)
+        biases = jnp.split(found.read("ifgate_preact.bias", 2 * c.HV), 2)
     else:
         matrices = [found.matrix(name, c.D, n) for name, n in names.items()]
         projections = [found.matrix(name, c.D, c.HV) for name in gates]
@@ -105,9 +104,9 @@ def _mix(
     Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and the cost of the operator.
     Source: Beck et al., xLSTM 7B (2025), as in transformers.
     """
-    heads = (config.H, config.H, config.HV)
     q, k, v = (
-        running.by_head(running.project(x, weight), count) for weight, count in zip((w.q, w.k, w.v), heads, strict=True)
+        running.by_head(running.project(x, weight), count)
+        for weight, count in zip((w.q, w.k, w.v), config.heads, strict=True)
     )
     z, *gates = (running.project(x, weight) for weight in (w.z, w.i, w.f))
     biases = w.i_bias, w.f_bias

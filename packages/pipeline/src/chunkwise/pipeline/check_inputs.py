@@ -1,7 +1,6 @@
 """Check the values of a training batch, for programs that shall raise an error where an operator cannot."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +105,11 @@ def check_inputs(
         # The record has the keys a and b apart, as p and w, and the name of the gates differs.
         named |= dict(g=gk, p=a, w=b, b=None)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    more = {}
+    more: dict[str, jax.Array] = {}
     if i is not None or f is not None:
         x, options = mlstm.check(named | dict(eps=0.0))
-        more = dict(i=i, f=f) | ({} if initial_state is None else mlstm.MlstmState(*initial_state)._asdict())
+        states = {} if initial_state is None else mlstm.MlstmState(*initial_state)._asdict()
+        more = {name: y for name, y in dict(i=i, f=f).items() if y is not None} | states
     else:
         x, options, _ = signature.to_records(named)
         x = _check_types(x, options, gk is not None, num_householder)
@@ -169,7 +169,7 @@ def _find_faults(
         yield from _gates(gate, x.g, inside)
         if options.min_gate is not None:
             yield from _bound(gate, x.g, options.min_gate, inside)
-        yield _sums(gate, x, valid)
+        yield _sums(gate, x.g, x, valid)
     if low_rank:
         yield from _transition(x, inside)
         return
@@ -196,7 +196,7 @@ def _find_faults(
         yield _lengths(x.k, beta, inside)
 
 
-def _of_mlstm(named: dict[str, Any], valid: Any) -> Iterator[faults.Fault]:
+def _of_mlstm(named: dict[str, jax.Array], valid: jax.Array | None) -> Iterator[faults.Fault]:
     """Yield the faults of the raw gates and states of mLSTM by name; padding may hold any gates."""
     for name, y in named.items():
         # Tokens may write nothing, and forget everything or nothing; a state may have no token yet.
@@ -249,9 +249,8 @@ def _bound(name: str, g: jax.Array, least: float, where: Where) -> Iterator[faul
     yield faults.fault(where(below), g, rule)
 
 
-def _sums(name: str, x: Arguments, valid: jax.Array | None) -> faults.Fault:
+def _sums(name: str, g: jax.Array, x: Arguments, valid: jax.Array | None) -> faults.Fault:
     """Return the fault of gates that fall from token to token in every sequence, as sums over tokens or chunks do."""
-    g: Any = x.g
     T, tokens = g.shape[1], jnp.arange(g.shape[1], dtype=jnp.int32)[None]
     owners = x.segment_ids if x.cu_seqlens is None else chunking.token_owners(T, x.cu_seqlens)[None]
     owners = jnp.zeros_like(tokens) if owners is None else owners

@@ -5,9 +5,8 @@ it in longer ones. Keys and values are only written again, but a state takes the
 keras-hub; `keras_hub.install` imports this module.
 """
 
-import inspect
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from keras_hub.src.models.qwen3_5.qwen3_5_causal_lm import Qwen3_5CausalLM
@@ -19,14 +18,14 @@ from chunkwise.integrations.replacing import Place
 def _without_what_is_read_again(theirs: Callable) -> Callable:
     """Return keras-hub's method that makes a cache of prompts, for which tokens that are read again are padding."""
 
+    # The signature is keras-hub's.
+    @functools.wraps(theirs, assigned=(), updated=())
     def build_cache(self, token_ids, padding_mask, *arguments, **options):
         tokens = jnp.asarray(padding_mask) != 0
         again = jnp.min(jnp.sum(tokens, axis=-1)) - 1
         first = tokens & (jnp.arange(tokens.shape[1]) < again)
         return theirs(self, token_ids, first.astype(jnp.int32), *arguments, **options)
 
-    named: Any = build_cache
-    named.__signature__ = inspect.signature(theirs)
     return build_cache
 
 

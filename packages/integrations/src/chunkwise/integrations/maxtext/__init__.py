@@ -1,9 +1,8 @@
 """The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from chunkwise.integrations.maxtext.weights import load_qwen3_next, save_qwen3_next
 from chunkwise.integrations.replacing import Place, PutBack, replace
@@ -39,7 +38,7 @@ def install(documents: bool = False) -> PutBack:
 def jax_chunk_gated_delta_rule(
     query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, chunk_size: int = 64,
     initial_state: jax.Array | None = None, use_qk_norm_in_gdn: bool = False,
-    cp_axis: str | tuple[str, ...] | None = None, compute_dtype: Any = jnp.bfloat16, *,
+    cp_axis: str | tuple[str, ...] | None = None, compute_dtype: DTypeLike = jnp.bfloat16, *,
     segment_ids: jax.Array | None = None, implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the gated delta rule over whole sequences, with the signature in `maxtext.models.qwen3`.
@@ -73,7 +72,7 @@ def jax_chunk_gated_delta_rule(
 
 def jax_ar_gated_delta_rule(
     query: jax.Array, key: jax.Array, value: jax.Array, g: jax.Array, beta: jax.Array, initial_state: jax.Array,
-    use_qk_norm_in_gdn: bool = False, compute_dtype: Any = jnp.bfloat16,
+    use_qk_norm_in_gdn: bool = False, compute_dtype: DTypeLike = jnp.bfloat16,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the gated delta rule of one more token in each row, with the signature in `maxtext.models.qwen3`.
 

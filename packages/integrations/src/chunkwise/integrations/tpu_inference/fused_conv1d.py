@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
 from chunkwise.layers.mixer.mixing import Step, in_one_launch
@@ -24,8 +25,9 @@ def fused_conv1d_gdn(
     conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
     query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
     read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
-    kernel_size: int, num_spec_tokens: int = 0, zero_initialize_out: bool = True, compute_precision: Any = jnp.float32,
-    decode_tile_size: int = 4, mixed_tile_size: int = 64, implementation: str | None = None,
+    kernel_size: int, num_spec_tokens: int = 0, zero_initialize_out: bool = True,
+    compute_precision: DTypeLike = jnp.float32, decode_tile_size: int = 4, mixed_tile_size: int = 64,
+    implementation: str | None = None,
 ) -> Updated:  # fmt: skip
     """Return a serving step of convolution, gates and gated delta rule, as tpu-inference's `kernels.gdn.v3` does.
 

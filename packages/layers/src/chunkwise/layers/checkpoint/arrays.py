@@ -92,14 +92,14 @@ def _spread(scale: np.ndarray, shape: tuple[int, ...], name: str, block_size: tu
     for axis, known in zip((-2, -1), block_size or (None, None), strict=True):
         size, blocks = shape[axis], scale.shape[axis]
         if blocks > 1:
-            width: Any = _block(size, blocks, known)
-            checks.check(width is not None, error)
+            width = _block(size, blocks, known)
+            checks.check(width > 0, error)
             scale = np.repeat(scale, width, axis).take(np.arange(size), axis)
     return scale
 
 
-def _block(size: int, blocks: int, known: int | None) -> int | None:
-    """Return the width of `blocks` blocks: the known one, a power of two, or a divisor of the size; or None."""
+def _block(size: int, blocks: int, known: int | None) -> int:
+    """Return the width of `blocks` blocks: the known one, a power of two, or a divisor of the size; or 0."""
     powers = (2**i for i in range(size.bit_length() + 1))
     widths = (*([known] if known else []), *powers, size // blocks)
-    return next((width for width in widths if width and -(-size // width) == blocks), None)
+    return next((width for width in widths if width and -(-size // width) == blocks), 0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from chunkwise.layers import config
-from chunkwise.layers.checkpoint import settings
+from chunkwise.layers.checkpoint import layer_types, settings
 from chunkwise.shared.call import checks
 
 # The defaults of flash-linear-attention for settings that a file leaves out.
@@ -21,6 +21,8 @@ RWKV7 = dict(
 )  # fmt: skip
 # The files of RWKV-7 have no config; the letters of their projections of low rank, and the shapes of their arrays.
 _RANKS = dict(w="R_decay", a="R_rate", g="R_gate", v="R_first")
+# Why a layer of RWKV-7 has a number.
+_WHY = "because the first one takes no values of another"
 
 
 def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
@@ -36,9 +38,9 @@ def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
     )  # fmt: skip
 
 
-def rwkv7(s: settings.Settings, layer: Any) -> config.Rwkv7AttentionConfig:
+def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfig:
     """Return the config of a layer of RWKV-7, of its number."""
-    _check_given(layer)
+    layer = layer_types.given(layer, _WHY)
     D, heads = s.whole("hidden_size"), s.whole("num_heads")
     # Their number says the size of heads only where the size is null, and not missing. Else it is not read, and some
     # files have a wrong one.
@@ -61,11 +63,6 @@ def rwkv7(s: settings.Settings, layer: Any) -> config.Rwkv7AttentionConfig:
     )  # fmt: skip
 
 
-def _check_given(layer: object) -> None:
-    rule = "`layer` must be the number of the layer, because the first one takes no values of another"
-    checks.check(layer is not None, f"{rule}; got None.")
-
-
 def _value_channels(s: settings.Settings, layer: int) -> int | None:
     """Return the channels of the values of a layer, which a file has for all layers or for each; None for none."""
     found = s.named.get("value_dim")
@@ -81,19 +78,20 @@ def is_released(named: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and name.startswith("blocks.0.") for name in named)
 
 
-def released(named: Mapping[str, Any], layer: Any) -> config.Rwkv7AttentionConfig:
+def released(named: Mapping[str, Any], layer: int | None) -> config.Rwkv7AttentionConfig:
     """Return the config of a layer of a released file of RWKV-7, from the shapes of its arrays."""
-    _check_given(layer)
+    layer = layer_types.given(layer, _WHY)
     whole = checks.is_whole(layer) and layer >= 0
     checks.check(whole, f"`layer` must be a whole number from 0 on; got {settings.shown(layer)}.")
 
     def shape(name: str) -> tuple[int, int]:
         full = f"blocks.{layer}.att.{name}"
-        found: Any = np.shape(named[full]) if full in named else None
-        two = found is not None and len(found) == 2
+        there = full in named
+        found: tuple[int, ...] = np.shape(named[full]) if there else ()
         rule = f"`hf_config` must have {full!r} of two dimensions, as files of RWKV-7 have it"
-        checks.check(two, f"{rule}; got {'no such name' if found is None else found}.")
-        return found
+        checks.check(len(found) == 2, f"{rule}; got {found if there else 'no such name'}.")
+        rows, columns = found
+        return rows, columns
 
     (H, K), D = shape("r_k"), shape("w1")[0]
     ranks = {rank: shape(f"{letter}1")[1] for letter, rank in _RANKS.items() if layer or letter != "v"}

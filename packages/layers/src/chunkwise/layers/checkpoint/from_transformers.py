@@ -14,14 +14,15 @@ _TEXTS = ("text_config", "llm_config", "language_config")
 _SILU = ("silu", "swish")
 
 
-def _delta_net(s: settings.Settings, **more: Any) -> config.GatedDeltaNetConfig:
+def _delta_net(
+    s: settings.Settings, eps: float | None = None, allow_neg_eigval: bool = False
+) -> config.GatedDeltaNetConfig:
     s.require("hidden_act", *_SILU)
-    gate = s.word("output_gate_type")
-    options: dict[str, Any] = dict(eps=s.number("rms_norm_eps"), activation="silu" if gate == "swish" else gate)
+    gate, model_eps = s.word("output_gate_type"), s.number("rms_norm_eps")
     return config.GatedDeltaNetConfig(
         s.whole("hidden_size"), s.whole("linear_num_key_heads"), s.whole("linear_num_value_heads"),
         s.whole("linear_key_head_dim"), s.whole("linear_value_head_dim"), s.whole("linear_conv_kernel_dim"),
-        **options | more,
+        model_eps if eps is None else eps, allow_neg_eigval, "silu" if gate == "swish" else gate,
     )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def _olmo_hybrid(s: settings.Settings) -> config.GatedDeltaNetConfig:
     return _delta_net(s, eps=1e-5, allow_neg_eigval=s.flag("linear_allow_neg_eigval"))
 
 
-def _kimi(s: settings.Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
+def _kimi(s: settings.Settings, lower_bound: float | None) -> config.KimiDeltaAttentionConfig:
     # Kimi-K3 has the activation "situ" in its perceptrons; its convolutions have SiLU, as in all models.
     s.require("hidden_act", *_SILU, "situ")
     s.require("linear_allow_neg_eigval", False)
@@ -49,16 +50,16 @@ def _kimi(s: settings.Settings, **more: Any) -> config.KimiDeltaAttentionConfig:
     W = s.whole(_TABLE + "short_conv_kernel_size", "linear_conv_kernel_dim", "short_conv_kernel_size")
     full = s.flag(_TABLE + "no_kda_lora", "no_kda_lora")
     s.require("use_kda_lora", not full)
-    options: dict[str, Any] = dict(R=None if full else size, full_rank_gate=s.flag(_TABLE + "use_full_rank_gate"))
     return config.KimiDeltaAttentionConfig(
-        s.whole("hidden_size"), heads, heads, size, size, W, s.number("rms_norm_eps"), **options | more
-    )
+        s.whole("hidden_size"), heads, heads, size, size, W, s.number("rms_norm_eps"), None if full else size,
+        lower_bound, s.flag(_TABLE + "use_full_rank_gate"),
+    )  # fmt: skip
 
 
 def _kimi_linear(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     bound = s.number(_TABLE + "gate_lower_bound", "gate_lower_bound", "linear_lower_bound")
     s.require(_TABLE + "safe_gate", bound is not None)
-    return _kimi(s, lower_bound=bound)
+    return _kimi(s, bound)
 
 
 def _glm5_next(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
@@ -70,7 +71,7 @@ def _glm5_next(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     nested = any(name.startswith(_TABLE) for name in s.named)
     if s.flag(_TABLE + "safe_gate") and nested and bound is None:
         bound = -5.0
-    return _kimi(s, lower_bound=bound)
+    return _kimi(s, bound)
 
 
 def _bailing_hybrid(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
@@ -90,7 +91,7 @@ def _bailing_hybrid(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     s.require("num_kv_heads_for_linear_attn", 0, heads)
     s.defaults = {**s.defaults, _TABLE + "num_heads": heads, _TABLE + "head_dim": size}
     bound, safe = s.number("kda_lower_bound"), s.flag("kda_safe_gate")
-    return _kimi(s, lower_bound=bound if safe else None)
+    return _kimi(s, bound if safe else None)
 
 
 def _mamba2(s: settings.Settings, names: Mapping[str, str], size: int, **more: Any) -> config.Mamba2Config:
@@ -187,8 +188,8 @@ def _falcon_h1(s: settings.Settings) -> config.Mamba2Config:
     return sizes
 
 
-def _minimax(s: settings.Settings, layer: Any) -> config.LightningAttentionConfig:
-    checks.check(layer is not None, "`layer` must be the number of the layer, which its decay depends on; got None.")
+def _minimax(s: settings.Settings, layer: int | None) -> config.LightningAttentionConfig:
+    layer = layer_types.given(layer, "which its decay depends on")
     s.require("hidden_act", *_SILU)
     # The epsilon of the layer's norm is not the epsilon of the model.
     s.ignore("rms_norm_eps")
@@ -332,7 +333,7 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     if from_fla.is_released(named):
         return from_fla.released(named, layer)
     named = _text(named)
-    kind: Any = named.get("model_type")
+    kind = named.get("model_type")
     name = _PUBLISHED.get(kind, kind) if isinstance(kind, str) else ""
     name = f"{name}_text" if f"{name}_text" in _MODELS else name
     known = sorted({*_MODELS, *_PUBLISHED})

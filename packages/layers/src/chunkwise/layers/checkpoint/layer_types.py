@@ -65,7 +65,14 @@ def _rule(s: settings.Settings, model: str) -> Callable[[int], bool]:
     return _DEFAULTS.get(model, lambda i: True)
 
 
-def check_layer(s: settings.Settings, model: str, layer: Any) -> None:
+def given(layer: int | None, why: str) -> int:
+    """Return the number of a layer, which a model needs; `why` ends the error."""
+    checks.check(layer is not None, f"`layer` must be the number of the layer, {why}; got None.")
+    assert layer is not None
+    return layer
+
+
+def check_layer(s: settings.Settings, model: str, layer: int | None) -> None:
     """Check that a layer of a model has linear attention, or that the model has such a layer, if `layer` is None."""
     types, rule = _types(s), _rule(s, model)
     if layer is None:

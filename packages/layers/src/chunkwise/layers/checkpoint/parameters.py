@@ -2,9 +2,10 @@
 
 import difflib
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,10 @@ class Initial:
     def matrix(self, rows: int, columns: int) -> jax.Array:
         """Return a projection of variance 1 / rows, so that its output is as large as its input."""
         return (jax.random.normal(self._next(), (rows, columns), jnp.float32) * rows**-0.5).astype(self.dtype)
+
+    def factors(self, *sizes: int) -> tuple[jax.Array, ...]:
+        """Return the projections whose product leads from the first of these sizes to the last one."""
+        return tuple(self.matrix(*pair) for pair in itertools.pairwise(sizes))
 
     def convolution(self, channels: int, W: int) -> jax.Array:
         """Return the weights of a convolution, uniform up to W ** -0.5."""
@@ -115,6 +120,11 @@ def _near(name: str, known: Mapping[str, str]) -> str:
     return f", but {[known[each] for each in near]}"
 
 
+def split(x: jax.Array, sizes: Sequence[int], axis: int = -1) -> list[jax.Array]:
+    """Return the parts of x along an axis, which have these sizes."""
+    return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
+
+
 class Checkpoint:
     """The arrays of one layer of a checkpoint, by the names that transformers has for them.
 
@@ -174,17 +184,21 @@ class Checkpoint:
         """Return a projection [columns, rows] as [rows, columns]."""
         return self.read(name, columns, rows).T
 
+    def factors(self, names: Sequence[str], *sizes: int) -> tuple[jax.Array, ...]:
+        """Return the projections of these names, whose product leads from the first of these sizes to the last one."""
+        return tuple(self.matrix(name, *pair) for name, pair in zip(names, itertools.pairwise(sizes), strict=True))
+
     def convolutions(self, names: tuple[str, ...], channels: tuple[int, ...], W: int) -> tuple[jax.Array, ...]:
         """Return the weights of convolutions, which are under one name each, or all under "conv1d"."""
         if "conv1d" in self:
             whole = self.read("conv1d", sum(channels), 1, W)[:, 0]
-            return tuple(jnp.split(whole, np.cumsum(channels)[:-1]))
+            return tuple(split(whole, channels, axis=0))
         rows = self._rows(f"{names[0]}_conv1d")
         equal = sum(channels) // len(channels)
         # transformers saves three equal parts of what OLMo-hybrid has, whatever channels are queries, keys and values.
         saved = (equal,) * len(channels) if rows == equal and sum(channels) % len(channels) == 0 else channels
         parts = [self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, saved, strict=True)]
-        return tuple(parts if saved == channels else jnp.split(jnp.concatenate(parts), np.cumsum(channels)[:-1]))
+        return tuple(parts if saved == channels else split(jnp.concatenate(parts), channels, axis=0))
 
     def _rows(self, name: str) -> int | None:
         """Return the first dimension of an array that is still to be read; None if there is no such array."""
@@ -195,7 +209,7 @@ class Checkpoint:
         """Return projections, which are under one name each, or all in one matrix, such as "qkv_proj"."""
         fused = f"{''.join(names)}_proj"
         if fused in self:
-            return tuple(jnp.split(self.matrix(fused, rows, sum(columns)), np.cumsum(columns)[:-1], axis=1))
+            return tuple(split(self.matrix(fused, rows, sum(columns)), columns))
         return tuple(self.matrix(f"{name}_proj", rows, n) for name, n in zip(names, columns, strict=True))
 
     def float32(self, name: str, *shape: int, padded: bool = False) -> jax.Array:

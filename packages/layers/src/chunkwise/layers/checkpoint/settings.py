@@ -4,7 +4,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number above 0, and small enough for a size."""
     return checks.is_whole(value) and 0 < value < 2**31
 
@@ -156,7 +156,7 @@ class Settings:
         """Return finite numbers."""
         return tuple(map(float, self._read("factors", name)))
 
-    def require(self, name: str, *values: Any) -> None:
+    def require(self, name: str, *values: object) -> None:
         """Check that a setting, if there is one, has one of these values, which are all that the layer can do."""
         self.done.add(name)
         if self.has(name):

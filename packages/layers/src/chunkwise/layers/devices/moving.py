@@ -88,9 +88,9 @@ def cache_from_bytes(data: bytes, config: config.LayerConfig) -> caches.Cache:
     return _checked("data", structure.unflatten(arrays), config)
 
 
-def _checked(name: str, cache: Any, config: config.LayerConfig) -> caches.Cache:
+def _checked(name: str, cache: object, config: config.LayerConfig) -> caches.Cache:
     """Return a cache, whose arrays must have the sizes of a config and as many sequences."""
-    caches.check_is_cache(name, cache)
+    cache = caches.check_is_cache(name, cache)
     n = config.check_state(f"{name}.state", cache.state)
     wanted, have = len(config.channels), len(cache.conv)
     checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.layers import (
     caches,
@@ -43,7 +43,7 @@ class Shardings(NamedTuple):
 
 
 def shardings(
-    config: config.LayerConfig, mesh_axes: Mapping[str, Any], mesh: jax.sharding.Mesh | None = None
+    config: config.LayerConfig, mesh_axes: Mapping[str, Any], mesh: Mesh | AbstractMesh | None = None
 ) -> Shardings:
     """Return how a layer is divided over a mesh: rows of the batch, tokens, and heads.
 

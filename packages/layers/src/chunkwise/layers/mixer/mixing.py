@@ -65,15 +65,14 @@ def one_after_the_other(
       activation, eps: the arguments of the norm.
       **gates: further arguments of the operator about its gates.
     """
-    heads = config.H, config.H, config.HV
-    pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, heads))
-    q, k, v = (running.by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True))
+    pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, config.heads))
+    q, k, v = (running.by_head(y, count) for (y, _), count in zip(pairs, config.heads, strict=True))
     o, state = run.operate(
         operators, q, k, v, running.by_head(g, config.HV) if config.per_channel else g, beta,
         use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=True, **gates,
     )  # fmt: skip
-    kept: Any = tuple(after for _, after in pairs)
+    kept = tuple(after for _, after in pairs)
     return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), caches.Cache(kept, state)
 
 
@@ -110,7 +109,10 @@ def over_token(
     **options: Any,
 ) -> running.Mixed:  # fmt: skip
     """Do the same as `one_after_the_other` for one token of each row, which follows a cache."""
-    tree = run.cache, {}, arrays, A_log, dt_bias
+    cache = run.cache
+    # Only with a cache there is a token before.
+    assert cache is not None
+    tree = cache, {}, arrays, A_log, dt_bias
 
     def others(cache, _, arrays, A_log, dt_bias):
         after = dataclasses.replace(run, cache=cache)
@@ -123,7 +125,6 @@ def over_token(
         return o.reshape(-1, 1, config.HV, config.V), caches.Cache(conv, pool.states)
 
     if (division := _find_division(run, config, arrays)) is None:
-        cache: Any = run.cache
         mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
         one_launch = choose.by_kernel(run.implementation, mixer, StatePool(cache.state), slots, conv=cache.conv)
     else:

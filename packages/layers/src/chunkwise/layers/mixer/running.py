@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
-from chunkwise.layers import caches, config
+from chunkwise.layers import caches
 from chunkwise.layers.devices import division
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
@@ -37,7 +37,7 @@ _KEPT = (_PROJECTED, remat.RESIDUAL_NAME, context.MAP_NAME, context.STATE_NAME)
 _keeps_these = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
-def remat_policy(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+def remat_policy(primitive: object, *inputs: object, **parameters: object) -> Any:
     """Say which arrays of a layer `jax.checkpoint(block, policy=remat_policy)` keeps for the backward.
 
     It keeps the products of hidden states with matrices and the results of the operator's kernel, and where tokens are
@@ -83,6 +83,8 @@ class Step(NamedTuple):
 
 # The normed output of a layer [B, T, HV, V], and the cache after its tokens.
 Mixed = tuple[jax.Array, caches.Cache]
+# The output of a convolution, and its inputs for the cache; None if the layer returns no cache.
+Convolved = tuple[jax.Array, Any]
 
 
 class Operators(NamedTuple):
@@ -104,7 +106,7 @@ class Sequences:
     padding_id: int
     implementation: str | None
     sharding: arguments.Sharding | None
-    context_axis: Any
+    context_axis: str | tuple[str, ...] | None
 
     @property
     def own_cache(self) -> tuple[str, caches.Cache | None]:
@@ -144,7 +146,7 @@ class Sequences:
         """Return whether each row of x is one token that follows a cache."""
         return self.cache is not None and self.output_cache and self._decodes(x)
 
-    def convolve(self, i: int, x, weight, bias, heads: int, activation: str | None = "silu"):
+    def convolve(self, i: int, x, weight, bias, heads: int, activation: str | None = "silu") -> Convolved:
         """Return convolution i, with SiLU, of the channels x [B, T, C] of `heads` heads, and its cache."""
         before = None if self.cache is None else self.cache.conv[i]
         if before is not None and self.output_cache and self._decodes(x):
@@ -223,7 +225,7 @@ class Serving:
             given["block_state_indices"] = wide(jnp.asarray(given["block_state_indices"]), jnp.int32(0))
         return given
 
-    def convolve(self, i: int, x, weight, bias, heads: int, activation: str | None = "silu"):
+    def convolve(self, i: int, x, weight, bias, heads: int, activation: str | None = "silu") -> Convolved:
         """Return convolution i, with SiLU, and its pool after the step."""
         return causal_conv1d_update(
             x, self.pool.conv[i], weight, bias, activation=activation, **self._conv_slots,
@@ -246,22 +248,21 @@ def by_head(x, heads: int):
     return x.reshape(*x.shape[:2], heads, -1)
 
 
-def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return x [B, T, channels] plus a bias [channels] in the type of x."""
-    return x + bias.astype(x.dtype)[None, None]
+def with_bias(x: jax.Array, bias: jax.Array | tuple[()]) -> jax.Array:
+    """Return x [B, T, channels] plus a bias [channels] in the type of x; an empty tuple is no bias."""
+    return x if isinstance(bias, tuple) else x + bias.astype(x.dtype)[None, None]
 
 
 def convolve_heads(
-    run: Run, config: config.LayerConfig, projected, weights, biases=None
+    run: Run, heads: tuple[int, ...], projected, weights, biases=None
 ) -> tuple[list[jax.Array], Any]:  # fmt: skip
-    """Return silu of the convolutions of queries, keys and values by head, and their parts of the cache."""
-    heads = (config.H, config.H, config.HV)
-    biases = biases or (None,) * 3
-    pairs = list(map(run.convolve, range(3), projected, weights, biases, heads))
+    """Return silu of the convolutions of projections by head, and their parts of the cache."""
+    biases = biases or (None,) * len(heads)
+    pairs = list(map(run.convolve, range(len(heads)), projected, weights, biases, heads))
     return [by_head(y, count) for (y, _), count in zip(pairs, heads, strict=True)], tuple(conv for _, conv in pairs)
 
 
-def shift(run: Run, x) -> tuple[jax.Array, Any]:
+def shift(run: Run, x) -> Convolved:
     """Return the hidden states of the token before each token of x [B, T, D], and their part of the cache.
 
     Before a sequence they are zeros. It is a convolution that reads only the older one of two tokens.
