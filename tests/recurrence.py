@@ -66,6 +66,15 @@ def _gradients(operator, static, fixed, x, cotangents):
     return results, pull(cotangents)[0]
 
 
+def run(operator: Callable, x: dict[str, jax.Array], cotangents, **options) -> tuple:
+    """Return results, and gradients if there are cotangents; arrays of the options are traced, the rest is static."""
+    fixed = {name: y for name, y in options.items() if isinstance(y, jax.Array | np.ndarray)}
+    static = tuple((name, options[name]) for name in sorted(options) if name not in fixed)
+    if cotangents is None:
+        return _outputs(operator, static, fixed, x), {}
+    return _gradients(operator, static, fixed, x, tuple(cotangents))
+
+
 def assert_recurrence(
     operator: Callable, x: dict[str, jax.Array], *, gradients: bool = True, but_for=(), limit=limit,
     expected: Callable = oracle.reference, told: tuple[str, ...] = _TOLD, **options,
@@ -86,19 +95,16 @@ def assert_recurrence(
       The results by name.
     """
     options = {"output_final_state": "initial_state" in x} | options
-    fixed = {name: y for name, y in options.items() if isinstance(y, jax.Array | np.ndarray)}
-    static = tuple((name, y) for name, y in options.items() if name not in fixed)
-    packing = {name: fixed[name] for name in ("cu_seqlens", "segment_ids") if name in fixed}
+    packing = {name: options[name] for name in ("cu_seqlens", "segment_ids") if options.get(name) is not None}
     spoilt, rng = poison_padding(x, **packing), np.random.default_rng(1)
-    kinds = jax.eval_shape(functools.partial(_outputs, operator, static), fixed, spoilt)
+    kinds, _ = jax.eval_shape(lambda: run(operator, spoilt, None, **options))
     do, dht = (None if y is None else jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in kinds)
     decayed, raw_gradients = without_laws(x, options)
     seen = {name: y for name, y in options.items() if name in told}
+    outputs, found = run(operator, spoilt, (do, dht) if gradients else None, **options)
     if gradients:
-        outputs, found = _gradients(operator, static, fixed, spoilt, (do, dht))
         *want, slopes = expected(**decayed, **seen, do=do, dht=dht)
     else:
-        outputs, found = _outputs(operator, static, fixed, spoilt), {}
         want, slopes = expected(**decayed, **seen), {}
     assert outputs[0].dtype == x["v"].dtype
     got = dict(zip(RESULTS, outputs, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.testing import compare, inputs
 from tests import poison, pool_suite, segment_suite
-from tests.recurrence import assert_recurrence
+from tests.recurrence import RESULTS, assert_recurrence, run
 from tests.traced import launches
 
 
@@ -27,27 +27,30 @@ class Kernel(NamedTuple):
     config: Callable[[int], Any]
     more: Mapping[str, int]
 
-    def run(self, chunks, output_final_state=True, use_qk_l2norm_in_kernel=False, **x):
-        """Return the output and the final states of chunks of 16, so many of them in a grid step; count the steps."""
-        call = lambda x: self.operator(
-            **x, output_final_state=True, chunk_size=16, implementation="fused", config=self.config(chunks),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
-        T, HV = x["v"].shape[1:3]
+    def assert_steps(self, call, x, steps: int) -> None:
+        """Fail unless launches have so many grid steps for a block of heads in a row, and those of later stages."""
+        B, _, HV, _ = x["v"].shape
         gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
-        rows, steps = len(x["v"]) * HV // self.config(chunks).heads, -(-T // (chunks * 16))
-        for name, count, _, _ in launches(call, x) + launches(gradients, x):
-            assert count == rows * (steps + self.more[name.split("_")[-2]])
-        return call(x)
+        for name, count, _, _ in launches(gradients, x):
+            assert count == B * HV // self.config(1).heads * (steps + self.more[name.split("_")[-2]])
 
     def assert_values_and_gradients(self, x, normalise: bool) -> None:
-        """Compare three chunks a grid step with the float64 recurrence."""
-        assert_recurrence(self.run, x, chunks=3, use_qk_l2norm_in_kernel=normalise, output_final_state=True)
+        """Compare three chunks of 16 a grid step with the float64 recurrence."""
+        options = dict(
+            chunk_size=16, implementation="fused", config=self.config(3), use_qk_l2norm_in_kernel=normalise,
+            output_final_state=True,
+        )  # fmt: skip
+        self.assert_steps(lambda x: self.operator(**x, **options), x, -(-x["v"].shape[1] // (3 * 16)))
+        assert_recurrence(self.operator, x, **options)
 
     def assert_rows_are_isolated(self, x) -> None:
         """What the first row leaves in fast memory is not in the next one, not even NaN."""
-        spoilt = x | {"v": x["v"].at[0, 5].set(jnp.nan)}
-        for found, expected in zip(self.run(2, **spoilt), self.run(2, **x), strict=True):
+        call = lambda x: self.operator(
+            **x, output_final_state=True, chunk_size=16, implementation="fused", config=self.config(2)
+        )
+        self.assert_steps(call, x, -(-x["v"].shape[1] // (2 * 16)))
+        spoilt, run = x | {"v": x["v"].at[0, 5].set(jnp.nan)}, jax.jit(call)
+        for found, expected in zip(run(spoilt), run(x), strict=True):
             np.testing.assert_array_equal(found[1:], expected[1:])
             assert np.isnan(found[0]).any()
 
@@ -83,17 +86,17 @@ class Kernel(NamedTuple):
         A sequence at the first token has the same bits whatever follows it, NaN too.
         """
         cu_seqlens = inputs.boundaries(70, 0, 130)
-        more = dict(chunk_size=16, implementation="fused", config=self.config(4))
-        call = lambda x: self.operator(**x, cu_seqlens=cu_seqlens, output_final_state=True, **more)
-        rows, T = x["v"].shape[2] // 2, x["v"].shape[1]
-        gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
-        for name, count, _, _ in launches(call, x) + launches(gradients, x):
-            assert count == rows * (-(-T // 32) + 3 + self.more[name.split("_")[-2]])
+        options = dict(
+            cu_seqlens=cu_seqlens, output_final_state=True, chunk_size=16, implementation="fused",
+            config=self.config(4),
+        )  # fmt: skip
+        self.assert_steps(lambda x: self.operator(**x, **options), x, -(-x["v"].shape[1] // 32) + 3)
+        expected = [assert_recurrence(self.operator, x, **options)[name] for name in RESULTS]
         x = inputs.poison_padding(x, cu_seqlens)
-        assert_recurrence(self.operator, x, cu_seqlens=cu_seqlens, **more)
         spoilt = x | {"v": x["v"].at[0, 80].set(jnp.nan)}
-        for found, expected, first in zip(call(spoilt), call(x), (np.s_[:, :70], np.s_[:2]), strict=True):
-            np.testing.assert_array_equal(found[first], expected[first])
+        results, _ = run(self.operator, spoilt, [jnp.zeros_like(y) for y in expected], **options)
+        for found, want, first in zip(results, expected, (np.s_[:, :70], np.s_[:2]), strict=True):
+            np.testing.assert_array_equal(found[first], want[first])
             assert np.isnan(found).any()
 
     def assert_prefills(self, operator: Operator, x, dtype) -> None:

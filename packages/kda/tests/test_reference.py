@@ -141,6 +141,7 @@ def test_gradients_of_strong_constant_gates(implementation, g):
 @pytest.mark.parametrize(
     ("dtype", "strength", "limit"), [(jnp.float32, 30, 3e-6), (jnp.bfloat16, 1, 2e-2), (jnp.bfloat16, 30, 2e-2)]
 )
+@pytest.mark.interpreted
 def test_gradients_of_strong_raw_gates(dtype, strength, limit):
     """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
     x = strong_raw_inputs(inputs_of(2, 48, 1, 2, 16, 8), strength, dtype)
@@ -174,6 +175,7 @@ def test_min_gate_changes_nothing(implementation, bound, g, dtype):
             np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
+@pytest.mark.interpreted
 def test_small_values_after_strong_gates():
     """A strong gate forgets a value that is much larger than the values after it, wherever it stands in 8 rows."""
     strong = [(2,), (2, 3), (1, 5, 9), (5, 6, 7)]
