@@ -3,7 +3,7 @@
 import itertools
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def check_type(name: str, dtype, known: Iterable[Any] = _FLOATS) -> Any:
     return found
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number that is known when the program is built."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
