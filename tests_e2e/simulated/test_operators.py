@@ -36,6 +36,7 @@ THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
     test_several_chunks_of_a_step=lambda dtype: dtype == "bfloat16",
+    test_long_rows=True,
     test_segments_in_several_chunks=True,
     test_chunks_in_turn=True,
     test_erase_gates=lambda gradients: gradients,
@@ -59,6 +60,11 @@ def test_several_chunks_of_a_step(dtype, cores):
     assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config, keeps)
     operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
     assert_operator(operator, {}, (2, 140), True, True, dtype, kda.Config(1, 1, 2, 2))
+
+
+def test_long_rows():
+    """The inverses of KDA have a stage of their own between two others."""
+    assert_operator("kda", {}, (1, 310), True, False, "bfloat16", kda.Config(1, 1, 2, 2))
 
 
 @pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])

@@ -7,10 +7,13 @@ from chunkwise.kda import Config, chunk_kda
 from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.testing.inputs import make_inputs
 from tests import pool_suite, several_chunks_suite
+from tests.recurrence import assert_recurrence
 
 THOROUGH = dict(test_segments=True, test_segments_are_isolated=True)
 MORE = dict(fwd=1, summary=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_kda, lambda chunks: Config(2, 2, chunks, chunks), MORE)
+# Rows so long that the inverse has a stage of its own.
+LONG = KERNEL._replace(more=MORE | dict(fwd=2, summary=2))
 
 
 @pytest.mark.parametrize(
@@ -27,12 +30,20 @@ def test_values_and_gradients(dtype, sizes, more):
     KERNEL.assert_values_and_gradients(x, normalise=not more.get("normalise", True))
 
 
-def test_rows_are_isolated():
-    KERNEL.assert_rows_are_isolated(make_inputs(3, 130, 1, 2, 24, 40, per_channel=True))
+def test_long_rows():
+    """The state goes through a chunk two grid steps after it is prepared, with rows after strong gates."""
+    x = make_inputs(1, 310, 1, 2, 24, 40, dtype=jnp.bfloat16, num_states=1, per_channel=True, gate="resets")
+    assert_recurrence(LONG.run, x, chunks=2, output_final_state=True)
 
 
-def test_segments():
-    KERNEL.assert_segments(make_inputs(2, 130, 1, 2, 24, 40, num_states=2, per_channel=True))
+@pytest.mark.parametrize(("kernel", "T"), [(KERNEL, 130), (LONG, 310)])
+def test_rows_are_isolated(kernel, T):
+    kernel.assert_rows_are_isolated(make_inputs(3, T, 1, 2, 24, 40, per_channel=True))
+
+
+@pytest.mark.parametrize(("kernel", "T"), [(KERNEL, 130), (LONG, 310)])
+def test_segments(kernel, T):
+    kernel.assert_segments(make_inputs(2, T, 1, 2, 24, 40, num_states=2, per_channel=True))
 
 
 def test_segments_are_isolated():

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_over_tokens, has_libtpu
+from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu
 from tests.compilation import compile_gradient, tokens
 from tests.transforms import KEEPING
 
@@ -19,6 +19,7 @@ THOROUGH = dict(
     # A gradient compiles the forward pass too, and a pack has all that a batch has.
     test_forward_and_backward_compile=lambda packed: not packed,
     test_raw_gates_compile=True,
+    test_long_rows_compile=lambda chip: chip != "v6e",
 )
 
 
@@ -37,6 +38,13 @@ def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
     text = compile_gradient(chunk_kda, x, cu_seqlens, chip, min_gate=bound)
     assert "chunk_kda_fwd_c64" in text
     assert "chunk_kda_bwd_c64" in text
+
+
+@pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
+def test_long_rows_compile(chip):
+    """The inverses have a stage of their own."""
+    x = tokens(1, 3072, 4, 4, 128, 128, jnp.bfloat16, per_channel=True)
+    compile_for(lambda x: chunk_kda(**x, implementation="fused"), x, chip=chip)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

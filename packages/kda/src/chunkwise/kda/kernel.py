@@ -41,13 +41,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import cost, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared import tuning
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import ABSENT
 
 # Heads that take the state through a chunk together: in a launch that makes the inverse and the output, and in others.
 STAGE, HALF_STAGE = 4, 8
+# What the first stage of a grid step leaves for the last one; the spans of a row from which on they are three stages.
+IN_SLOTS, LONG = ("readers", "ends", "through", "P"), 10
 
 
 class KdaFwdRefs(NamedTuple):
@@ -89,6 +91,7 @@ class KdaFwdRefs(NamedTuple):
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
+    inverses: jax.Ref  # float32 [n, C, p C], A_inv of three stages
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
     owner_prev: jax.Ref  # int32 [1, 1, C]; of several chunks an operand
 
@@ -236,7 +239,8 @@ def prepare_exactly(refs: KdaFwdRefs, n: int, gates, betas, beta_rows, valid, ma
         ref[packs] = jnp.where(chosen > 0.0, x, ref[packs].astype(jnp.float32)).astype(ref.dtype)
 
     store(refs.A, scores[:, C:] * beta_rows[packs])
-    refs.blocks[packs] = inverse.begin_inverse(refs.A[packs])
+    if refs.blocks is not None:
+        refs.blocks[packs] = inverse.begin_inverse(refs.A[packs])
     if refs.o is not None:
         store(refs.P, score_parts(scores, beta_rows[packs], refs.v.dtype).astype(jnp.float32))
     if refs.scores_out is not None:
@@ -318,6 +322,16 @@ def pass_state(
     )  # [h, V, K]
 
 
+def count_stages(static: KdaStatic) -> int:
+    """Return the stages of a grid step.
+
+    A long row of two to four chunks a grid step has one more, for the inverse. Narrow matrix units, those of v5e and
+    v5p, are busy without it; the way of the state through more chunks is longer than everything else.
+    """
+    long = 1 < static.chunks <= 4 and not static.varlen and static.spans >= LONG
+    return 3 if long and compat.matrix_columns() > 128 else 2
+
+
 def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: int, channels: int) -> dict[str, Any]:
     """Return the buffers of `launch`: what a grid step leaves for the next one, and the decays, of this base.
 
@@ -330,18 +344,22 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
     scratch: dict[str, Any] = {
         "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
         "ends": pltpu.VMEM((heads, parts * C, K), operand),
-        "through": (heads, 1, K),
+        "through": pltpu.VMEM((heads, 1, K), jnp.float32),
         "decays": loads.decays_scratch(heads, C, K, base, static.erase_before_decay),
     }
-    if x.A_inv is None:
-        scratch |= {"blocks": (n, inverse.first_block_rows(C), lanes), "A": (n, C, lanes)}
     if with_output:
         scratch["P"] = pltpu.VMEM((n, C, parts * lanes), operand)
+    each, slots = (static.chunks,) if static.chunks > 1 else (), count_stages(static) - 1
+    if each:
+        handed = {name: scratch[name] for name in IN_SLOTS if name in scratch}
+        scratch |= {name: pltpu.VMEM((slots, *x.shape), x.dtype) for name, x in handed.items()}
+    if x.A_inv is None:
+        scratch["A"] = n, C, lanes
+        scratch |= {"blocks": (n, inverse.first_block_rows(C), lanes)} if slots == 1 else {"inverses": (n, C, lanes)}
     if "ht" not in outputs:
         scratch["state"] = static.config.heads, channels, K
-    each = (static.chunks,) if static.chunks > 1 else ()
     if x.owner is not None:
-        scratch["nonfinite_rows"] = 1, *each, C, 1
+        scratch["nonfinite_rows"] = slots, *each, C, 1
         if not each:
             scratch["owner_prev"] = pltpu.VMEM((1, 1, C), jnp.int32)
         if static.base > 1 and x.A_inv is None:
@@ -378,7 +396,8 @@ def plan(
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
     # True with base blocks but without a promise that keeps gates above `LEAST_GATE`.
     may_forget = base > 1 and static.backward_base == 1
-    cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
+    stages = count_stages(static)
+    cur, second, prev = (chunk_loop.blocks(static, stage, stages) for stage in (0, 1, stages - 1))
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
     matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
@@ -387,7 +406,7 @@ def plan(
         "ht": (state, (static.N, HV, channels, K), jnp.float32),
         "h": (prev.per_chunk(heads, channels, K), (B, NT, HV, channels, K), operand),
         "v_new_over_beta": (value, x.v.shape, jnp.float32),
-        "A_inv": (prev.per_chunk(*matrix), (B, NT, HV // p, C, p * C), jnp.float32),
+        "A_inv": (second.per_chunk(*matrix), (B, NT, HV // p, C, p * C), jnp.float32),
         "scores": (cur.per_chunk(*both), (B, NT, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
@@ -396,8 +415,8 @@ def plan(
         body=functools.partial(body, static=static),
         refs=KdaFwdRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
-        # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
-        grid=(B, HV // heads, x.spans(static) + 1),
+        # More grid steps, because the state goes through a chunk one or two grid steps after the chunk is prepared.
+        grid=(B, HV // heads, x.spans(static) + stages - 1),
         tables={"table": x.table},
         inputs={
             "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, loads.whole_block(C, 2 * C)),
