@@ -347,15 +347,15 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
         "through": pltpu.VMEM((heads, 1, K), jnp.float32),
         "decays": loads.decays_scratch(heads, C, K, base, static.erase_before_decay),
     }
+    each, slots = (static.chunks,) if static.chunks > 1 else (), count_stages(static) - 1
+    if x.A_inv is None:
+        scratch |= {"blocks": (n, inverse.first_block_rows(C), lanes)} if slots == 1 else {"inverses": (n, C, lanes)}
+        scratch["A"] = n, C, lanes
     if with_output:
         scratch["P"] = pltpu.VMEM((n, C, parts * lanes), operand)
-    each, slots = (static.chunks,) if static.chunks > 1 else (), count_stages(static) - 1
     if each:
         handed = {name: scratch[name] for name in IN_SLOTS if name in scratch}
-        scratch |= {name: pltpu.VMEM((slots, *x.shape), x.dtype) for name, x in handed.items()}
-    if x.A_inv is None:
-        scratch["A"] = n, C, lanes
-        scratch |= {"blocks": (n, inverse.first_block_rows(C), lanes)} if slots == 1 else {"inverses": (n, C, lanes)}
+        scratch |= {name: pltpu.VMEM((slots, *y.shape), y.dtype) for name, y in handed.items()}
     if "ht" not in outputs:
         scratch["state"] = static.config.heads, channels, K
     if x.owner is not None:
