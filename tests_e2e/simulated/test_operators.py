@@ -54,12 +54,12 @@ def test_operator(operator, batch, gradients, dtype, cores):
 
 @pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])
 def test_several_chunks_of_a_step(dtype, cores):
-    """Two rows of 9 chunks, two in a grid step, of which the last has one; and what the backward reads."""
+    """Two rows of 5 chunks, two in a grid step, of which the last has one; and what the backward reads."""
     config = fused_gdn.Config(1, 1, 2)
     keeps = dict(disable_recompute=dtype == "float32")
-    assert_operator("gated_delta_rule", {}, (2, 140), True, True, dtype, config, keeps)
+    assert_operator("gated_delta_rule", {}, (2, 76), True, True, dtype, config, keeps)
     operator = "kda" if dtype == "float32" else "comba"  # gates per channel, and per head
-    assert_operator(operator, {}, (2, 140), True, True, dtype, kda.Config(1, 1, 2, 2))
+    assert_operator(operator, {}, (2, 76), True, True, dtype, kda.Config(1, 1, 2, 2))
 
 
 def test_long_rows():

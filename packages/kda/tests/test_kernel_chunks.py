@@ -9,7 +9,12 @@ from chunkwise.shared.testing.inputs import make_inputs
 from tests import pool_suite, several_chunks_suite
 from tests.recurrence import assert_recurrence
 
-THOROUGH = dict(test_segments=True, test_segments_are_isolated=True)
+THOROUGH = dict(
+    test_segments=True,
+    test_segments_are_isolated=True,
+    # Rows have bfloat16 in several chunks, and what belongs to which sequence is the same for all types.
+    test_packed_sequences=lambda dtype: dtype == jnp.bfloat16,
+)
 MORE = dict(fwd=1, summary=1, bwd=0)
 KERNEL = several_chunks_suite.Kernel(chunk_kda, lambda chunks: Config(2, 2, chunks, chunks), MORE)
 # Rows so long that the inverse has a stage of its own.
