@@ -42,7 +42,7 @@ FLOORS = (
     ("call",),
     ("kernels",),
     ("tuning",),
-    ("chips", "compat", "version"),
+    ("chips", "compat", "trees", "version"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.causal_conv1d import config, cost, sequences, tile
-from chunkwise.shared.kernels import activations, chunking, launcher, packed, tiles
+from chunkwise.shared.kernels import activations, chunking, launcher, packed, tiles, windows
 from chunkwise.shared.kernels.spans import layout
 
 # Tokens of a strip.
@@ -305,8 +305,7 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
     place = (lambda i: jnp.int32(count - 1) - i) if backward else (lambda i: i)
     block = pl.BlockSpec((None, tokens, channels), lambda j, b, i, *_: (b, place(i), j))
     before = lambda i: jnp.maximum(place(i) * jnp.int32(tokens // _BEFORE) - jnp.int32(1), jnp.int32(0))
-    over_channels = lambda rows: pl.BlockSpec((rows, channels), lambda j, b, i, *_: (0, j))
-    rows = None if x.rows is None else pl.BlockSpec((x.rows.shape[0], 1, channels), lambda j, b, i, *_: (0, 0, j))
+    rows = None if x.rows is None else windows.along((x.rows.shape[0], 1, channels), None, None, 0)
     planes = channels // packed.LANES
     scratch: dict[str, Any] = {"window": (planes, config.HALO + tokens, packed.LANES)}
     if x.reach is not None:
@@ -315,7 +314,7 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
         scratch["added"] = planes, tokens, packed.LANES
     outputs: dict[str, tuple] = {"y": (block, x.x.shape, x.x.dtype)}
     if backward:
-        sums = pl.BlockSpec((s.W + 1, 8, channels), lambda j, b, i, *_: (0, 0, j))
+        sums = windows.along((s.W + 1, 8, channels), None, None, 0)
         outputs = {"dx": (block, x.x.shape, x.x.dtype), "dweight": (sums, (s.W + 1, 8, D), jnp.float32)}
         scratch["dpre"] = planes, tokens + config.HALO, packed.LANES
         if x.rows is not None:
@@ -334,8 +333,8 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
             "x": (x.x, block),
             "before": (padded, pl.BlockSpec((None, _BEFORE, channels), lambda j, b, i, *_: (b, before(i), j))),
             "reach": (x.reach, pl.BlockSpec((None, None, 2, tokens), lambda j, b, i, *_: (b, place(i), 0, 0))),
-            "weight": (x.weight, over_channels(s.W)),
-            "bias": (x.bias, over_channels(1)),
+            "weight": (x.weight, windows.along((s.W, channels), None, 0)),
+            "bias": (x.bias, windows.along((1, channels), None, 0)),
             "rows": (x.rows, rows),
             "dy": (x.dy, block),
         },

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h import config, tile
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import gating, launcher
+from chunkwise.shared.kernels import gating, launcher, windows
 
 # The action of a chunk: it reads the carried state, or starts from the initial state, or has no tokens.
 CONTINUE, RESTART, UNUSED = 0, 1, 2
@@ -95,7 +95,7 @@ def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
     _, HV, _, V = x.u.shape
     heads, axes = cut.heads, (1, 0)
     state = pl.BlockSpec((None, heads, K, V), lambda h, n, action, sequence: (sequence[n], h, 0, 0))
-    values = launcher.head_block(heads, C, V, axes=axes)
+    values = windows.head_block(heads, C, V, axes=axes)
 
     return launcher.pallas_call(
         _state_kernel,
@@ -107,13 +107,13 @@ def launch(x: ChunkHOperands, table: Table, N: int, cut: config.Config):
         grid=(HV // heads, NC),
         dimension_semantics=("parallel", "arbitrary"),
         in_specs=[
-            launcher.head_block(heads, C, K, group=HV // H, axes=axes),
-            given(x.w, launcher.head_block(heads, C, K, axes=axes)),
+            windows.head_block(heads, C, K, group=HV // H, axes=axes),
+            given(x.w, windows.head_block(heads, C, K, axes=axes)),
             values,
-            launcher.head_block(heads, *x.g.shape[2:], axes=axes),
+            windows.head_block(heads, *x.g.shape[2:], axes=axes),
             given(x.initial_state, state),
         ],
-        out_specs=(launcher.head_block(heads, K, V, axes=axes), given(x.w, values), state),
+        out_specs=(windows.head_block(heads, K, V, axes=axes), given(x.w, values), state),
         out_shape=(
             compat.out_struct((NC, HV, K, V), jnp.float32, *x),
             given(x.w, compat.out_struct(x.u.shape, jnp.float32, *x)),

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.chunk_h import config, kernel, tile
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import gating, launcher, tiles
+from chunkwise.shared.kernels import gating, launcher, tiles, windows
 
 
 def _state_bwd_kernel(
@@ -73,7 +73,7 @@ def launch(
     N, heads = dht.shape[0], cut.heads
 
     def reverse(*tail, group=1):
-        return launcher.head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
+        return windows.head_block(heads, *tail, group=group, axes=(1, 0), backwards_from=NC - 1)
 
     def like(array, *tail):
         return kernel.given(array, compat.out_struct((NC, HV, *tail), jnp.float32, *x))

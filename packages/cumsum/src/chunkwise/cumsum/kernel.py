@@ -4,11 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from chunkwise.cumsum import config, tile
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared.kernels import launcher, windows
 
 
 def _cumsum_kernel(g_ref, g_cum_ref, *, reverse):
@@ -18,7 +17,7 @@ def _cumsum_kernel(g_ref, g_cum_ref, *, reverse):
 def launch(g: jax.Array, reverse: bool, cut: config.Config) -> jax.Array:
     """Run the kernel on chunks g [NC, C, D] float32 -> [NC, C, D] float32."""
     NC, C, D = g.shape
-    block = pl.BlockSpec((cut.chunks, C, cut.lanes), lambda n, d: (n, 0, d))
+    block = windows.along((cut.chunks, C, cut.lanes), 0, None, 1)
     return launcher.pallas_call(
         functools.partial(_cumsum_kernel, reverse=reverse),
         g,

@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from chunkwise.cumsum import config as tiles
 from chunkwise.cumsum import kernel
@@ -27,13 +26,12 @@ def cumsum(
     """
     if implementation == "pallas":
         return _with_kernel(derivatives.of_kernel("chunk_local_cumsum", g), cu_seqlens, C, reverse, config)
-    run = lambda reverse: lambda _, y: _sum(y, cu_seqlens, C, reverse, None, xla=True)
-    # This is the linear function of JAX whose transpose a caller can choose, and which has every derivative. The system
-    # to solve is not read.
-    return lax.custom_linear_solve(lambda y: y, g.astype(jnp.float32), run(reverse), run(not reverse))
+    run = functools.partial(_sum, cu_seqlens=cu_seqlens, C=C, config=None, xla=True)
+    forward, transpose = (functools.partial(run, reverse=way) for way in (reverse, not reverse))
+    return derivatives.linear(g.astype(jnp.float32), transpose, forward)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), static_argnames="xla")
+@functools.partial(jax.jit, static_argnames=("C", "reverse", "config", "xla"))
 def _sum(g, cu_seqlens, C: int, reverse: bool, config: tiles.Config | None, *, xla: bool):
     B, T = g.shape[:2]
     chunks = chunking.Chunking(B, T, C, cu_seqlens)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import cost, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.shared.kernels import launcher, tiles
+from chunkwise.shared.kernels import launcher, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
 
 
@@ -118,7 +118,7 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
         "k": (x.k, key),
         "v": (x.v, value),
         "g": (g, gate),
-        "g_gamma": (g_gamma, pl.BlockSpec((heads, 1, s.C), lambda b, h, *_: (h, 0, 0))),
+        "g_gamma": (g_gamma, windows.along((heads, 1, s.C), 1)),
         "log_weight": (None if x.log_weight is None else tiles.clip_gate(x.log_weight), gate),
         "least": (x.least, gate),
         "initial_state": (x.initial_state, cut.state(heads, *s.state)),

@@ -42,7 +42,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import cost, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import compat, tuning
-from chunkwise.shared.kernels import inverse, matmul, packed, tiles
+from chunkwise.shared.kernels import inverse, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import ABSENT
 
@@ -419,8 +419,8 @@ def plan(
         grid=(B, HV // heads, x.spans(static) + stages - 1),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, loads.whole_block(C, 2 * C)),
-            "exact_levels": (jnp.asarray(tile.level_table(C, 1)) if may_forget else None, loads.whole_block(C, 2 * C)),
+            "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, windows.along((C, 2 * C))),
+            "exact_levels": (jnp.asarray(tile.level_table(C, 1)) if may_forget else None, windows.along((C, 2 * C))),
             "q": (x.q, key),
             "k": (x.k, key),
             "v": (x.v, value),
@@ -432,7 +432,7 @@ def plan(
             "owner": (x.owner, cur.owner(C)),
             **({} if static.chunks == 1 else {"owner_prev": (x.owner, prev.owner(C))}),
             "initial_state": (x.initial_state, state),
-            "law": (x.law, loads.law_block(heads * K)),
+            "law": (x.law, windows.along((2, heads * K), None, 1)),
             "pool": (x.pool, prev.state(*slot)),
             "A_inv": (x.A_inv, prev.per_chunk(*matrix)),
             "scores": (x.scores, cur.per_chunk(*both)),

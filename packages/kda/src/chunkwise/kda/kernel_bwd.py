@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import cost, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.shared.kernels import nonfinite, packed, tiles
+from chunkwise.shared.kernels import nonfinite, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
 
 
@@ -326,7 +326,7 @@ def plan(
         grid=(B, blocks, static.spans),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, loads.whole_block(2 * C, C)),
+            "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, windows.along((2 * C, C))),
             "q": (x.q, key),
             "k": (x.k, key),
             "g": (g, gate),
@@ -342,7 +342,7 @@ def plan(
             "scores": (x.scores, cut.per_chunk(heads // p, 2 * C, p * C)),
             "do": (x.do, value),
             "dht": (x.dht, state),
-            "law": (x.law, loads.law_block(heads * K)),
+            "law": (x.law, windows.along((2, heads * K), None, 1)),
         },
         outputs={
             "dq": d_keys,
@@ -354,7 +354,7 @@ def plan(
             **{name: (block, y.shape, y.dtype) for name, (block, y) in gates.items() if y is not None},
             "dh0": (state, (static.N, HV, V, K), jnp.float32),
             # One sum for every row of the batch; the spans of the row add to it.
-            "dlaw": (pl.BlockSpec((None, 2, heads * K), lambda b, h, *_: (b, 0, h)), (B, 2, HV * K), jnp.float32),
+            "dlaw": (windows.along((None, 2, heads * K), 0, None, 1), (B, 2, HV * K), jnp.float32),
         },
         requested=outputs,
         like=x.gradients(),

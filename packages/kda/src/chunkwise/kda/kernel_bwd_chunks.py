@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel_bwd, loads, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.shared import trees
 from chunkwise.shared.kernels import packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
@@ -127,7 +128,7 @@ def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[No
     heads, dtype = static.config.heads_bwd, refs.do.dtype
     chunk, dS = group.chunks[i].take(refs.dstate[...], group.chunks[i].ending)
     at, packs = slice(i * heads, (i + 1) * heads), slice(i * heads // static.p, (i + 1) * heads // static.p)
-    x = jax.tree.map(lambda y: y[at], group.x)
+    x = trees.at(group.x, at)
     of_values = yield from tile_bwd.back_to_values(
         x.k, x.beta, x.boundary, group.A_inv[packs], group.of_outputs[at], dS, dtype
     )

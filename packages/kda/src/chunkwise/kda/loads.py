@@ -174,16 +174,6 @@ def load_gates(refs, valid, static: KdaStatic) -> tuple[jax.Array, jax.Array]:
     return g, beta if valid is None else jnp.where(valid_row, beta, 0.0)
 
 
-def whole_block(*shape: int) -> pl.BlockSpec:
-    """Return the spec of an array that a launch takes whole."""
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
-
-
-def law_block(lanes: int) -> pl.BlockSpec:
-    """Return the spec of `KdaOperands.law`: both rows, in the lanes of a block of heads."""
-    return pl.BlockSpec((2, lanes), lambda b, h, *_: (0, h))
-
-
 def rows_block(x: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
     """Return numbers per token and head [B, NT, HV, C] in the shape that a launch takes, and their spec."""
     blocks = x.reshape(static.B, -1, static.HV // heads, heads, static.C)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.norm_gated import config, cost, tile
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared.kernels import launcher, windows
 
 # Rows of a register of float32.
 _SUBLANES = 8
@@ -116,7 +116,7 @@ def launch(
     steps = -(-blocks // parts)
     # A grid step past the last block keeps the index of the last block and does nothing.
     block = pl.BlockSpec((config.rows, lanes), lambda i, j, n: (jnp.minimum(i * steps + n, blocks - 1), j))
-    sums = pl.BlockSpec((_SUBLANES, lanes), lambda i, j, n: (i, j))
+    sums = windows.along((_SUBLANES, lanes), 0, 1)
     body, outputs = functools.partial(_fwd_kernel, s=s, config=config), {"y": (block, x.shape, x.dtype)}
     if dy is not None:
         body = functools.partial(_bwd_kernel, s=s, config=config, rows=rows)
@@ -135,7 +135,7 @@ def launch(
         inputs={
             "x": (x, block),
             "z": (z, block),
-            "weight": (weight, pl.BlockSpec((1, lanes), lambda i, j, n: (0, j))),
+            "weight": (weight, windows.along((1, lanes), None, 1)),
             "dy": (dy, block),
         },
         outputs=outputs,

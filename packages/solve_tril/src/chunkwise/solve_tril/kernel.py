@@ -4,10 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared.kernels import launcher, windows
 from chunkwise.solve_tril import config, tile
 
 
@@ -18,7 +17,7 @@ def _solve_kernel(A_ref, A_inv_ref):
 def launch(A: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on matrices A [M, C, C] float32 -> (I + A)^-1 [M, C, C] float32."""
     M, C, _ = A.shape
-    block = pl.BlockSpec((cut.matrices, C, C), lambda m: (m, 0, 0))
+    block = windows.along((cut.matrices, C, C), 0)
     return launcher.pallas_call(
         _solve_kernel,
         A,
@@ -40,7 +39,7 @@ def _solve_bwd_kernel(X_ref, dX_ref, dA_ref):
 def launch_bwd(X: jax.Array, dX: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on the inverse X and its cotangent dX [M, C, C] float32 -> dA [M, C, C] float32."""
     M, C, _ = X.shape
-    block = pl.BlockSpec((cut.matrices, C, C), lambda m: (m, 0, 0))
+    block = windows.along((cut.matrices, C, C), 0)
     return launcher.pallas_call(
         _solve_bwd_kernel,
         X,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher
+from chunkwise.shared.kernels import launcher, windows
 
 
 def map_chunks(
@@ -57,8 +57,8 @@ def map_chunks(
         # Chunks and blocks of heads are independent: no state is carried.
         grid=(NC, HV // heads),
         dimension_semantics=("parallel", "parallel"),
-        in_specs=[launcher.head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
-        out_specs=[launcher.head_block(heads, *tail) for tail, _ in outputs],
+        in_specs=[windows.head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
+        out_specs=[windows.head_block(heads, *tail) for tail, _ in outputs],
         out_shape=results,
         cost_estimate=cost,
     )

@@ -6,12 +6,16 @@ where a tangent is computed: a tangent goes through a linear primitive that has 
 """
 
 import functools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+
+T = TypeVar("T")
 
 
 def in_reverse(x: object, forward: str, again: str | None = None) -> Any:
@@ -29,6 +33,19 @@ def in_reverse(x: object, forward: str, again: str | None = None) -> Any:
         return _guarded(forward, again, y) if traced else y
 
     return jax.tree.map(guard, x)
+
+
+def _same(x: T) -> T:
+    return x
+
+
+def linear(x: object, transpose: Callable, forward: Callable = _same) -> Any:
+    """Return forward(x), by default x: a linear function of a tree of arrays, with the transpose of the caller.
+
+    `custom_linear_solve` is the one linear function of JAX whose transpose a caller can choose; every transform takes
+    it, and it has every derivative. Here the system to solve is the identity.
+    """
+    return lax.custom_linear_solve(_same, x, lambda _, y: forward(y), lambda _, y: transpose(y))
 
 
 def of_kernel(name: str, x: object) -> Any:

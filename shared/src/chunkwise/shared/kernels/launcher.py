@@ -1,4 +1,4 @@
-"""Launching Pallas kernels: block specs, head blocking, and compiled or interpreted by platform."""
+"""Launching Pallas kernels: operands and results by name, and compiled or interpreted by platform."""
 
 import dataclasses
 import functools
@@ -271,27 +271,3 @@ def _written(outputs: Mapping[str, tuple], requested: Collection[str] | None, li
                 x = model.like(x.update(shape=(shape[0], shape[1] // len(model.arrays), *shape[2:])))
             written[key] = x, spec
     return written
-
-
-def head_block(
-    heads: int, *tail: int, group: int = 1, axes: tuple[int, int] = (0, 1), backwards_from: int | None = None
-) -> pl.BlockSpec:
-    """Return the spec of `heads` value heads of one chunk of an array [NC, H, *tail].
-
-    Args:
-      heads: value heads of a grid step.
-      *tail: the remaining dimensions, taken whole.
-      group: value heads that share one head of the array; 1 for arrays with a head per value head.
-      axes: the grid axes that walk the chunks and the blocks of heads.
-      backwards_from: the chunk of the first grid step, if the axis walks the chunks backwards.
-    """
-    heads_of_array = max(heads // group, 1)
-    steps = max(group // heads, 1)
-
-    def index(*ids):
-        chunk, block = ids[axes[0]], ids[axes[1]]
-        if backwards_from is not None:
-            chunk = backwards_from - chunk
-        return (chunk, lax.div(block, jnp.int32(steps)) if steps > 1 else block, *(0 for _ in tail))
-
-    return pl.BlockSpec((None, heads_of_array, *tail), index)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from chunkwise.shared import compat
+from chunkwise.shared import compat, trees
 from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import interleaved
 
@@ -292,7 +292,7 @@ def over_mesh(
         def body(floats, others):
             floats, others = jax.tree.map(_unmarked, (floats, others))
             results, pull = jax.vjp(lambda y: local(y, others), floats)
-            return results, jax.tree.map(lambda y: y[None], pull)
+            return results, trees.at(pull, None)
 
         results, pull = over_devices(body, (of(floats), of(others)), (out_specs, PartitionSpec(names)))(floats, others)
         return compat.vary_over(outer, results), pull
@@ -300,7 +300,7 @@ def over_mesh(
     def backward(pull, cotangents):
         def body(pull, cotangents):
             pull, (do, *dstates) = jax.tree.map(_unmarked, (pull, cotangents))
-            (d,) = jax.tree.map(lambda y: y[0], pull)((do, *(y * share for y in dstates)))
+            (d,) = trees.at(pull, 0)((do, *(y * share for y in dstates)))
             return {name: summed(x, sums[name]) for name, x in d.items()}
 
         def summed(x, axes):

@@ -15,6 +15,7 @@ is the state before the second one. The second way is best for a few more device
 and the third for many devices: see docs/tokens-over-devices.md.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared import compat
+from chunkwise.shared import compat, trees
 
 
 class AffineMap(NamedTuple):
@@ -106,14 +107,14 @@ def all_to_all(local: AffineMap, S: jax.Array | None, axis, reverse: bool = Fals
         x = jnp.pad(x, [(0, -heads % D), (0, 0), (0, 0)])
         return x.reshape(D, -1, *x.shape[-2:])
 
-    send = lambda x: lax.all_to_all(x, axis, 0, 0)
-    every = jax.tree.map(lambda x: send(cut(x)), local)
+    send = functools.partial(lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
+    every = jax.tree.map(send, jax.tree.map(cut, local))
     start = None if S is None else cut(S)[r]
     before = [jnp.zeros_like(every.N[0]) if start is None else start]
     # In reverse, the map of the last device comes first. No device follows the last map, so nobody needs it.
     for d in range(D - 1):
         at = D - 1 - d if reverse else d
-        after = jax.tree.map(lambda x, at=at: x[at], every).after(start if d == 0 else before[-1])
+        after = trees.at(every, at).after(start if d == 0 else before[-1])
         # Without the barrier, XLA computes a state again for every use.
         before.append(lax.optimization_barrier(after))
     states = send(jnp.concatenate(before[::-1] if reverse else before).reshape(D, -1, K, V))
@@ -127,7 +128,7 @@ def doubling(local: AffineMap, S: jax.Array | None, axis, reverse: bool = False)
     while distance < D:
         both = local.after_map(shift(local, axis, distance, reverse))
         has = r >= distance
-        local = jax.tree.map(lambda x, y, has=has: jnp.where(has, x, y), both, local)
+        local = jax.tree.map(functools.partial(jnp.where, has), both, local)
         distance *= 2
     return jnp.where(r == 0, first, shift(local.after(S), axis, 1, reverse))
 

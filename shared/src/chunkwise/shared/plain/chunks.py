@@ -29,7 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from chunkwise.shared import compat
+from chunkwise.shared import compat, trees
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import chunking, matmul
 from chunkwise.shared.plain import block_inverse, isolation, state_scan
@@ -268,7 +268,7 @@ def run(
     if gates is not None and rule.decays is not None:
         gates = rule.decays(gates, masks)
     carry, out = _over_spans(spans, span, (S, finals), (tokens, gates, beta, masks, starts, inverses))
-    (S, finals), (o, inverses, states) = carry, jax.tree.map(lambda y: y[:n], out)
+    (S, finals), (o, inverses, states) = carry, trees.at(out, slice(n))
     if with_output:
         o = chunks.gather(jnp.moveaxis(o.reshape(-1, B, C, HV, V), 1, 0).reshape(B, -1, HV, V))
     if nonfinite is not None:
@@ -294,8 +294,8 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
 
     xs = form, v, A_inv, starts
     if form.k.shape[0] == 1:
-        after, out = pass_chunk(S, jax.tree.map(lambda y: y[0], xs))
-        o, before = jax.tree.map(lambda y: y[None], out)
+        after, out = pass_chunk(S, trees.at(xs, 0))
+        o, before = trees.at(out, None)
     else:
         after, (o, before) = lax.scan(pass_chunk, S, xs)
     return o, before, after, A_inv
@@ -383,8 +383,8 @@ def _over_spans(spans: _Spans, body: Callable, carry: object, xs: object) -> tup
     count, size, _, keep = spans
 
     def one(carry, x):
-        carry, out = body(carry, jax.tree.map(lambda y: y[None], x))
-        return carry, jax.tree.map(lambda y: y[0], out)
+        carry, out = body(carry, trees.at(x, None))
+        return carry, trees.at(out, 0)
 
     turn = one if size == 1 < count else body
     if keep is not None:

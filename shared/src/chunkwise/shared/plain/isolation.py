@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import chunking, matmul
+from chunkwise.shared.kernels import chunking, derivatives, matmul
 
 
 def tokens_not_finite(tokens: Iterable[jax.Array]) -> jax.Array:
@@ -51,12 +50,10 @@ def keep_apart(o: jax.Array, v: jax.Array, nonfinite: jax.Array, cu_seqlens: jax
     """
     o, v, nonfinite, cu_seqlens = compat.vary_alike(o, v, nonfinite, cu_seqlens)
 
-    def transpose(_, do):
+    def transpose(do):
         return chunking.select_tokens(~nonfinite_tokens((do,), cu_seqlens), do)
 
-    # `custom_linear_solve` is the one linear function of JAX whose transpose a caller can choose and which every
-    # transform takes. Here the system to solve is the identity.
-    o = lax.custom_linear_solve(lambda x: x, o, lambda _, x: x, transpose)
+    o = derivatives.linear(o, transpose)
     # This adds zero. The gradient of v gets zero times the cotangent, which is NaN where the cotangent is not finite.
     o = o + jnp.zeros((), o.dtype) * chunking.zero_padding(v, cu_seqlens).astype(o.dtype)
     return chunking.zero_padding(chunking.select_tokens(~nonfinite, o, jnp.nan), cu_seqlens)

@@ -17,7 +17,7 @@ from jax import lax
 
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments
-from chunkwise.shared.kernels import chunking, tiles
+from chunkwise.shared.kernels import chunking, derivatives, tiles
 from chunkwise.shared.kernels.spans import segment_tables
 from chunkwise.shared.plain import isolation, state_map
 
@@ -103,16 +103,14 @@ def _mark(
     o, final, v, initial_state, nonfinite, *arrays = compat.vary_alike(*results, v, initial_state, nonfinite, *segments)
     segments = segment_tables.Segments(*arrays)
 
-    def transpose(_, cotangents):
+    def transpose(cotangents):
         do, *more = cotangents
         dfinal: Any = more[0] if more else None
         bad = nonfinite_segments((do,), None, dfinal, segments)
         do = chunking.select_tokens(~bad, do)
         return (do,) if final is None else (do, _unless(bad[:, -1], dfinal, 0.0))
 
-    # As in `isolation.keep_apart`: the identity, whose transpose the caller chooses.
-    kept = (o,) if final is None else (o, final)
-    kept = lax.custom_linear_solve(lambda y: y, kept, lambda _, y: y, transpose)
+    kept = derivatives.linear((o,) if final is None else (o, final), transpose)
     # These sums add zeros. Through them, v and the initial state get zero times the cotangents, which may be NaN.
     o = kept[0] + jnp.zeros((), o.dtype) * chunking.select_tokens(segments.valid, v).astype(o.dtype)
     if initial_state is not None:

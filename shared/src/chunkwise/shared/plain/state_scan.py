@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from chunkwise.shared import trees
 from chunkwise.shared.kernels import matmul
 
 # The name of results that the backward does not compute again.
@@ -164,7 +165,7 @@ def _by_maps(p: Products, x: Chunks, u, added, start, restarts):
     # [L, segments, ...]: entry t has chunk t of every segment. The loops are in Python, because a loop of XLA would
     # copy what it reads.
     M, N, restarts = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(SEGMENTS, -1, *y.shape[1:]), 1, 0), (M, N, restarts))
-    at = lambda t: None if restarts is None else jax.tree.map(lambda y: y[t], restarts)
+    at = functools.partial(trees.at, restarts)
     L, passes = n // SEGMENTS, None if restarts is None else ~jnp.any(restarts.first, axis=0)
 
     # A segment takes a state S to P S + Q; if a sequence begins in the segment, its result is Q.

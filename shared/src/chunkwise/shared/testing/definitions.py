@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.shared import trees
+
 # A state of arrays [HV, ...]: one array [HV, K, V], or a tuple.
 State = Any
 # From the state and the arrays of a token, heads first, to the next state and the output [HV, V].
@@ -186,7 +188,7 @@ def _run(definition: TokenRule, scale: float, normalise: bool, x: dict[str, Any]
 
     def one(S, token):
         begin, exists, arrays = token
-        S = where(begin >= 0, jax.tree.map(lambda y: y[begin], states), S)
+        S = where(begin >= 0, trees.at(states, begin), S)
         after, o = definition.step(S, arrays, scale)
         S = where(exists, after, S)
         return S, (jnp.where(exists, o, 0.0), S)

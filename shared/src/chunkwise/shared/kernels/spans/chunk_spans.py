@@ -244,6 +244,17 @@ class Span:
         return (column >= self.begin) & (column < self.end)
 
 
+def _entry(row: int) -> Any:
+    """Return the attribute of a `Piece` that is its entry in a row of the table."""
+    return property(lambda self: self._table[row, self._n])
+
+
+def _flag(name: str) -> property:
+    """Return the attribute of a `Piece` that is one of `_FLAGS`."""
+    first = 2 * _ROW_BITS + _FLAGS.index(name)
+    return property(lambda self: self._bits(first, 1))
+
+
 class Piece(Span):
     """A piece of a chunk, as the table of pieces says; every attribute is a scalar int32.
 
@@ -267,20 +278,12 @@ class Piece(Span):
     def _bits(self, first: int, count: int) -> jax.Array:
         return (self._table[PLACE, self._n] >> jnp.int32(first)) & jnp.int32(2**count - 1)
 
-    def _flag(self, name: str) -> jax.Array:
-        return self._bits(2 * _ROW_BITS + _FLAGS.index(name), 1)
-
-    sequence = property(lambda self: self._table[SEQUENCE, self._n])
-    chunk = property(lambda self: self._table[CHUNK, self._n])
-    target = property(lambda self: self._table[TARGET, self._n])
+    sequence, chunk, target = _entry(SEQUENCE), _entry(CHUNK), _entry(TARGET)
     begin = property(lambda self: self._bits(0, _ROW_BITS) - self._start)
     end = property(lambda self: self._bits(_ROW_BITS, _ROW_BITS) - self._start)
-    first = property(lambda self: self._flag("first"))
-    last = property(lambda self: self._flag("last"))
-    opens = property(lambda self: self._flag("opens"))
-    closes = property(lambda self: self._flag("closes"))
-    unowned = property(lambda self: self._flag("unowned"))
-    continues = property(lambda self: self._flag("continues"))
+    first, last = _flag("first"), _flag("last")
+    opens, closes = _flag("opens"), _flag("closes")
+    unowned, continues = _flag("unowned"), _flag("continues")
 
     def of_chunk(self, index: jax.Array) -> "Piece":
         """Return the piece with the rows that it has in one of its chunks; it may begin before and end after it."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.shared.kernels import chunking, interleaved, matmul, packed, tiles
+from chunkwise.shared.kernels import chunking, interleaved, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_spans, segment_tables
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these functions for the
@@ -227,24 +227,25 @@ class Blocks:
 
     def unread(self) -> pl.BlockSpec:
         """Cut always the same block, which nobody reads, of flat tokens [B, T, all lanes]."""
-        return pl.BlockSpec((None, 16, 128), lambda *_: (0, 0, 0))
+        return windows.along((None, 16, 128))
 
     def per_row(self, *tail: int) -> pl.BlockSpec:
         """Cut an array with one entry for every row of the batch, [B, HV, ...]; `tail` is (heads of a block, ...)."""
-        return pl.BlockSpec((None, *tail), lambda b, h, *_: (b, h, *(0 for _ in tail[1:])))
+        return windows.along((None, *tail), 0, 1)
 
     def per_chunk(self, *tail: int) -> pl.BlockSpec:
         """Cut an array with one entry for every chunk, or piece, [B, NT, all, ...]; `tail` is as in `per_span`.
 
         A block of several chunks has an axis for them.
         """
-        chunks = None if self.chunks == 1 else self.chunks
-        return pl.BlockSpec(
-            (None, chunks, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
-        )
+        return self._by_span(None if self.chunks == 1 else self.chunks, tail)
 
     def per_span(self, *tail: int) -> pl.BlockSpec:
         """Cut an array with one entry for every span, [B, spans, all, ...]; `tail` is (how many a block has, ...)."""
-        return pl.BlockSpec(
-            (None, None, *tail), lambda b, h, grid_step, *_: (b, self.at(grid_step), h, *(0 for _ in tail[1:]))
-        )
+        return self._by_span(None, tail)
+
+    def _by_span(self, entries: int | None, tail: tuple[int, ...]) -> pl.BlockSpec:
+        def index(b, h, grid_step, *_):
+            return b, self.at(grid_step), h, *(0 for _ in tail[1:])
+
+        return pl.BlockSpec((None, entries, *tail), index)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
-from chunkwise.shared.kernels import chunking, launcher, packed
+from chunkwise.shared.kernels import chunking, launcher, packed, windows
 from chunkwise.shared.serving.decode import copies, kernel, table
 from chunkwise.shared.serving.decode.records import Decodes, KernelStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
@@ -152,7 +152,7 @@ def launch(
     in_rows = ("keys", "writes", *(["gates"] if _by_channel(pool) else [])) if pool.replay and _in_rows(pool) else ()
     fields |= {name: y.reshape(pool.shape[0], -1, y.shape[-1]) for name, y in fields.items() if name in in_rows}
     held = {f"conv{j}": y for j, y in enumerate(conv)} | fields
-    first = lambda shape: pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
+    first = functools.partial(windows.along, pipeline_mode=pl.Buffered(1))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = lambda y, *each: pltpu.VMEM((copies.BUFFERS, n, *each, *y.shape[1:]), y.dtype)
     m, numbers = n * s.decode_tokens, pltpu.SMEM((grid_steps * n * table.numbers(targets),), jnp.int32)
