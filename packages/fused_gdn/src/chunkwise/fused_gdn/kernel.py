@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, loads, tile
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import interleaved, inverse, nonfinite, packed
+from chunkwise.shared.kernels import interleaved, inverse, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
@@ -86,8 +86,8 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         refs,
         functools.partial(_grid_step, static=static, s=s),
         static,
-        tokens_not_finite=lambda: loads.tokens_not_finite(refs, s, refs.k),
-        values_not_finite=lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V)),
+        tokens_not_finite=functools.partial(loads.tokens_not_finite, refs, s, refs.k),
+        values_not_finite=functools.partial(loads.values_not_finite, refs, s),
         # After a product, whole columns of a state are not finite, so its first rows show it.
         part=slice(0, 8) if refs.initial_state is None else slice(None),
         transposed=False,

@@ -51,7 +51,7 @@ def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
         refs,
         functools.partial(_grid_step, static=static, s=s),
         static,
-        not_finite=lambda: not_finite(refs, s),
+        not_finite=functools.partial(not_finite, refs, s),
         # After a product, whole columns of a gradient are not finite, so its first rows show it.
         part=slice(0, 8) if refs.dht is None else slice(None),
         results=(refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta),

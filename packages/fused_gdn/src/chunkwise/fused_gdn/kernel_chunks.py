@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
-from chunkwise.shared.kernels import interleaved, inverse, matmul, nonfinite, packed
+from chunkwise.shared.kernels import interleaved, inverse, matmul, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
@@ -93,7 +93,6 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
     stages = 1 + (refs.A_inv is None) + (refs.left is not None)
     body = functools.partial(_grid_step, static=static, s=s)
-    values = lambda x: layout.load_heads(refs.v, s.V, at=x.rows(s.C))
     chunk_loop.run_forward_chunks(
         refs,
         body,
@@ -101,7 +100,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
         stages=stages,
         transposed=False,
         tokens_not_finite=lambda x: loads.tokens_not_finite(refs, s, refs.k, at=x.rows(s.C)),
-        values_not_finite=lambda x: nonfinite.rows_not_finite(values(x)),
+        values_not_finite=lambda x: loads.values_not_finite(refs, s, x.rows(s.C)),
     )
 
 

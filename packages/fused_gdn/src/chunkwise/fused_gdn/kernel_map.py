@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import cost, kernel, loads, tile
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import inverse, matmul, nonfinite, packed, tiles
+from chunkwise.shared.kernels import inverse, matmul, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
@@ -78,7 +78,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
             i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
             refs.state[:, :, s.V :] = tile.indicator(i == j)
 
-    chunk_loop.run_variant(lambda rows: _grid_step(refs, spans, rows, static, s), refs, spans, static)
+    chunk_loop.run_variant(functools.partial(_grid_step, refs, spans, static=static, s=s), refs, spans, static)
 
     @pl.when(prev.last == 1)
     def _():
@@ -93,9 +93,8 @@ def _grid_step(
     """Run all stages of a grid step, in the variant for these rows of the three chunks."""
     owners = refs.owner, refs.owner_inverted, refs.owner_prev
     cur, inverted, prev = (stage_chunks.stage_chunk(span, rows, s.C, x) for span, x in zip(spans, owners, strict=True))
-    cur = cur.isolate(lambda: loads.tokens_not_finite(refs, s, refs.k), stages=3)
-    values_not_finite = lambda: nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V))
-    inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], values_not_finite()), stages=3)
+    cur = cur.isolate(functools.partial(loads.tokens_not_finite, refs, s, refs.k), stages=3)
+    inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], loads.values_not_finite(refs, s)), stages=3)
     prev = prev.isolate(lambda: refs.nonfinite_v[...], (refs.state, prev.carried), stages=3)
     _, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
     exact = k.dtype != jnp.bfloat16

@@ -48,3 +48,8 @@ def tokens_not_finite(refs, s: tile.Heads, *keys, at: slice = slice(None)) -> ja
     """
     gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[at]), refs.beta[at]))
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K, at=at) for ref in keys), *gates)
+
+
+def values_not_finite(refs, s: tile.Heads, at: slice = slice(None)) -> jax.Array:
+    """Return which rows of v are not finite, float32 [1, C, 1]; the chunk has the rows `at` of the block."""
+    return nonfinite.rows_not_finite(layout.load_heads(refs.v, s.V, at=at))

@@ -1,5 +1,7 @@
 """The record of the gated delta rule: its checks, the layout of its arrays, its kernels and its plain form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -56,13 +58,11 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     """Return the operands of a launch; values per token are cut in blocks of its heads, [B, blocks, T, heads]."""
     heads = static.config.heads_bwd if backward else static.config.heads
     dtype, repeats = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype), static.H // x.q.shape[2]
-    repeat = lambda y: jnp.repeat(y, repeats, axis=2)
+    repeat = functools.partial(jnp.repeat, repeats=repeats, axis=2)
     q, k = jax.tree.map(repeat, (x.q, x.k)) if repeats > 1 else (x.q, x.k)
     kinds = interleaved.kinds(q)
     q, k, v = (layout.to_lanes(y.astype(dtype), static.T, kinds) for y in (q, k, x.v))
-    # No TPU loads float16.
-    wide = lambda y: y.astype(jnp.float32) if y.dtype == jnp.float16 else y
-    g, beta = (to_blocks(wide(y), heads, static.T) for y in (x.g, x.beta))
+    g, beta = (to_blocks(launcher.without_float16(y), heads, static.T) for y in (x.g, x.beta))
     return Operands(q=q, k=k, v=v, g=g, beta=beta, initial_state=fused.kernel_states(x.initial_state))
 
 

@@ -31,8 +31,7 @@ class Decays(NamedTuple):
 
 def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
     """Return the chunk form of tokens with `Decays`."""
-    HV, C = x.v.shape[1:3]
-    repeat = lambda y: tiles.repeat_heads(y, HV, axis=1)
+    C, repeat = x.v.shape[2], x.of_value_heads
     q, k, beta = x.q, x.k, x.beta
     if options.use_qk_l2norm_in_kernel:
         q = None if q is None else tiles.l2norm(q.astype(jnp.float32)).astype(q.dtype)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import cost, loads, normaliser, tile
@@ -90,8 +89,7 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
             loads.store(refs.o, o, s, chunk, heads)
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 
-    run = lambda i, _: chunk_loop.run_chunk(pass_chunk, refs, span, i, s)
-    lax.fori_loop(*chunk_loop.chunk_range(span, s), run, None)
+    chunk_loop.run_chunks(pass_chunk, refs, span, s, *chunk_loop.chunk_range(span, s))
     if refs.pool is not None:
         chunk_loop.write_pool(refs.state, refs.pool_out, span.last == 1, transposed=True)
 

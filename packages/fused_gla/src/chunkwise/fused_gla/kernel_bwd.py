@@ -7,18 +7,17 @@ like all states in the kernels.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import kernel, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
-from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule
 from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
 
 # How many heads the backward takes in lock-step, and how many such pairs it starts before it finishes the first one.
@@ -175,12 +174,6 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
 
 
-def _run_backwards(body: Callable[[StageChunk], None], refs, span: chunk_spans.Span, s: GlaStatic) -> None:
-    """Run the body of every chunk of a span, the last one first."""
-    first, end = chunk_loop.chunk_range(span, s)
-    lax.fori_loop(first, end, lambda i, _: chunk_loop.run_chunk(body, refs, span, first + end - 1 - i, s), None)
-
-
 def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a span; the last span comes first."""
     if refs.dh0 is not None:
@@ -205,8 +198,8 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     first, end = chunk_loop.chunk_range(span, s)
     refs.states[first] = refs.h[...]
     recompute = functools.partial(_recompute_state, refs, s)
-    lax.fori_loop(first, end - 1, lambda i, _: chunk_loop.run_chunk(recompute, refs, span, i, s), None)
-    _run_backwards(functools.partial(_chunk_gradients, refs, s), refs, span, s)
+    chunk_loop.run_chunks(recompute, refs, span, s, first, end - 1)
+    chunk_loop.run_chunks(functools.partial(_chunk_gradients, refs, s), refs, span, s, first, end, backwards=True)
 
 
 def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
@@ -226,7 +219,7 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
         refs.ht[...] = tile.next_state(refs.ht[...], k, v, decays.from_start, decays.through, s.parts)
         loads.poison(s, chunk, (), (refs.ht, chunk.carried))
 
-    _run_backwards(pass_chunk, refs, span, s)
+    chunk_loop.run_chunks(pass_chunk, refs, span, s, *chunk_loop.chunk_range(span, s), backwards=True)
 
 
 def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:

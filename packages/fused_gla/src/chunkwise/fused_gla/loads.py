@@ -3,6 +3,7 @@
 A block of a grid step holds the tokens of several chunks; `StageChunk.index` is the chunk's number among them.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
 
 def isolate(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str], *states: tuple) -> StageChunk:
     """Isolate the sequences of a chunk that are not finite in gates, in these Refs of tokens or in the states."""
-    return chunk.isolate(lambda: _not_finite(refs, s, chunk, names), *states)
+    return chunk.isolate(functools.partial(_not_finite, refs, s, chunk, names), *states)
 
 
 def _not_finite(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str]) -> jax.Array:

@@ -28,28 +28,25 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
 
 
 def _with_channel_gates(x: chunks.Tokens) -> chunks.Form:
-    n, HV, C, _ = x.v.shape
-    wide = lambda y: tiles.repeat_heads(y, HV, axis=1)
-    flat = lambda y: y.reshape(n * HV, *y.shape[2:])
-    back = lambda y: y.reshape(n, HV, *y.shape[1:])
-    same = None if x.masks is None else jnp.repeat(x.masks.same, HV, axis=0)
-    decays = tile.decays(flat(x.g), 1.0, same)
-    from_start, to_end, through = x.within_sequence(*map(back, decays[1:4]))
-    k, through = wide(x.k), jnp.swapaxes(through, 2, 3)
+    same = None if x.masks is None else jnp.repeat(x.masks.same, x.v.shape[1], axis=0)
+    decays = tile.decays(x.flat(x.g), 1.0, same)
+    from_start, to_end, through = x.within_sequence(*map(x.by_head, decays[1:4]))
+    k, through = x.of_value_heads(x.k), jnp.swapaxes(through, 2, 3)
     if x.q is None:
         return chunks.Form(through, k * to_end, None, None)
-    q = wide(x.q)
-    return chunks.Form(through, k * to_end, q * from_start, back(tile.scores(flat(q), flat(k), decays, same)))
+    q = x.of_value_heads(x.q)
+    scores = x.by_head(tile.scores(x.flat(q), x.flat(k), decays, same))
+    return chunks.Form(through, k * to_end, q * from_start, scores)
 
 
 def _with_head_gates(x: chunks.Tokens, products: state_scan.Products) -> chunks.Form:
     n, HV, C, _ = x.v.shape
-    between, *sums = (y.reshape(n, HV, *y.shape[1:]) for y in gate_sums(x.g.reshape(n * HV, C)))
+    between, *sums = map(x.by_head, gate_sums(x.g.reshape(n * HV, C)))
     from_start, to_end, through = x.within_sequence(*map(jnp.exp, sums))
     if x.q is None:
         return chunks.Form(through, x.k, None, None, to_end=to_end)
     pairs = tiles.lower(C) if x.masks is None else tiles.lower(C) & x.masks.same[:, None]
-    scores = tiles.repeat_heads(products.dot_nt(x.q, x.k), HV, axis=1) * jnp.where(pairs, jnp.exp(between), 0.0)
+    scores = x.of_value_heads(products.dot_nt(x.q, x.k)) * jnp.where(pairs, jnp.exp(between), 0.0)
     return chunks.Form(through, x.k, x.q, scores, from_start=from_start, to_end=to_end)
 
 

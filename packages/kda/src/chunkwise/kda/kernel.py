@@ -102,8 +102,8 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: KdaStatic) -> None:
         refs,
         functools.partial(_grid_step, static=static),
         static,
-        tokens_not_finite=lambda: loads.tokens_not_finite(refs, static),
-        values_not_finite=lambda: loads.values_not_finite(refs, static),
+        tokens_not_finite=functools.partial(loads.tokens_not_finite, refs, static),
+        values_not_finite=functools.partial(loads.values_not_finite, refs, static),
         transposed=True,
     )
 

@@ -64,7 +64,7 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
         refs,
         functools.partial(_grid_step, static=static),
         static,
-        not_finite=lambda: not_finite(refs, static),
+        not_finite=functools.partial(not_finite, refs, static),
         results=results,
         in_lanes=in_lanes,
         sums=(refs.dlaw,),
@@ -80,7 +80,7 @@ def results_of(refs: KdaBwdRefs, static: KdaStatic) -> tuple[tuple, tuple]:
 def clear_sums(refs: KdaBwdRefs) -> None:
     """Clear the sums over the tokens of a row of the batch where the row begins."""
     if refs.dlaw is not None:
-        pl.when(pl.program_id(2) == 0)(lambda: layout.clear(refs.dlaw))
+        pl.when(pl.program_id(2) == 0)(functools.partial(layout.clear, refs.dlaw))
 
 
 class Loaded(NamedTuple):

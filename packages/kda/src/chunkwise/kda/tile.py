@@ -11,7 +11,6 @@ Erase keys that read the state before the decay of their token have sums over (n
 gate: these are the sums of the row before. So a pair of neighbouring rows has no decay, as a row with itself.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,9 +84,10 @@ class ChannelDecays(NamedTuple):
     end: jax.Array
     erased: "ChannelDecays | None" = None
 
-    def rows(self, of: Callable[["ChannelDecays"], jax.Array]) -> list[jax.Array]:
-        """Return decays of this record as rows: of queries, and of erase keys."""
-        return [of(self), of(self if self.erased is None else self.erased)]
+    @property
+    def readers(self) -> tuple["ChannelDecays", "ChannelDecays"]:
+        """The decays of rows of queries, and of rows of erase keys."""
+        return self, self if self.erased is None else self.erased
 
 
 def join_blocks(start: list, end: list, join, total) -> list[list]:
@@ -228,13 +228,13 @@ def level_factors(x: ChannelDecays, readers: slice = slice(None)):
     C = x.start.shape[1]
     for n, e in enumerate(x.levels):
         index = C.bit_length() - 1 - len(x.levels) + n
-        b, rows = 1 << index, x.rows(lambda y, n=n: y.levels[n])[readers]
+        b, rows = 1 << index, [y.levels[n] for y in x.readers[readers]]
         if b < SUBLANES:
             yield index, None, e, packed.concat_rows(rows)
         else:
             yield index, b, halves(e, b)[0], packed.concat_rows([halves(y, b)[1] for y in rows])
     if x.base is not None:
-        yield 0, None, x.base[1], packed.concat_rows(x.rows(lambda y: y.base[0])[readers])
+        yield 0, None, x.base[1], packed.concat_rows([y.base[0] for y in x.readers[readers]])
 
 
 def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool = False) -> jax.Array:
@@ -302,7 +302,7 @@ def boundary_tile(decays: ChannelDecays, masks: layout.SequenceMasks | None):
 
     The first of them is a list: for queries, and for erase keys.
     """
-    starts = [decays.start] if decays.erased is None else decays.rows(lambda x: x.start)
+    starts = [x.start for x in decays.readers[: 1 if decays.erased is None else 2]]
     end, through = decays.end, decays.start[:, -1:]
     if masks is not None:
         starts = [jnp.where(masks.carried, x, 0.0) for x in starts]

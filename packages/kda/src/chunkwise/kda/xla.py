@@ -81,7 +81,7 @@ def interactions(
     if erase_before_decay:
         before = jnp.pad(k[:, :-1], ((0, 0), (1, 0), (0, 0)))
         scores[-1] = jnp.where(jnp.eye(b, k=-1, dtype=bool)[None], product(e, before), scores[-1])
-    starts = decays.rows(lambda x: x.start)[-len(readers) :]
+    starts = [y.start for y in decays.readers[-len(readers) :]]
     x = Decayed([y * start for y, start in zip(readers, starts, strict=True)], k * decays.end, decays.start[:, -1:])
 
     def pairs(x):
@@ -115,19 +115,22 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     n, HV, C, _ = x.v.shape
     K, masks = x.k.shape[3], x.masks
     g = jnp.broadcast_to(jnp.swapaxes(x.g, 2, 3), (n, HV, C, K)) if x.g.shape[2] != C else x.g
-    wide = lambda y: tiles.repeat_heads(y.astype(jnp.float32), HV, axis=1)
-    flat = lambda y: y.reshape(n * HV, *y.shape[2:])
-    unit = lambda y: tiles.l2norm(y.astype(jnp.float32)) if options.use_qk_l2norm_in_kernel else y
-    k, continuing = wide(unit(x.k)), None
-    readers = [*([] if x.q is None else [wide(unit(x.q))]), k if x.e is None else wide(x.e)]
+
+    def unit(y: jax.Array) -> jax.Array:
+        y = y.astype(jnp.float32)
+        return tiles.l2norm(y) if options.use_qk_l2norm_in_kernel else y
+
+    k, continuing = x.of_value_heads(unit(x.k)), None
+    e = k if x.e is None else x.of_value_heads(x.e.astype(jnp.float32))
+    readers = [e] if x.q is None else [x.of_value_heads(unit(x.q)), e]
     if masks is not None:
-        continuing = flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
+        continuing = x.flat(jnp.broadcast_to(tile.continuing(masks.same)[:, None], (n, HV, C, 1)))
     base = tile.base_block(options.min_gate, jnp.float32)
     # If the inverses are known, only gradients need the scores of erase keys.
     found = interactions(
-        [flat(y) for y in readers], flat(k), flat(g), base, continuing, options.erase_before_decay, x.solved
+        [x.flat(y) for y in readers], x.flat(k), x.flat(g), base, continuing, options.erase_before_decay, x.solved
     )
-    scores, decayed = jax.tree.map(lambda y: y.reshape(n, HV, *y.shape[1:]), found)
+    scores, decayed = jax.tree.map(x.by_head, found)
     if masks is not None:
         scores = [jnp.where(masks.same[:, None], y, 0.0) for y in scores]
     (*q_start, e_start), k_end, through = x.within_sequence(*decayed)

@@ -51,19 +51,20 @@ def chunk(named: dict[str, Any]) -> Results:
     """Run `chunk_mlstm` with these arguments by name."""
     x, options = check(named)
     how = implementations.choose(OPERATOR.implementations, named["implementation"], x, options).name
-    run = lambda operator, how: lambda x, options: operator.chunk(x, options, how)
     if how == "fused" and not _channels_are_split(x.v, options.sharding):
-        return _run_divided(run(_DIVIDED, how), x, options, named)
-    return _run(run(_OF_WEIGHTS, "xla"), run(OPERATOR, how), x, options, named)
+        return _run_divided(functools.partial(_DIVIDED.chunk, implementation=how), x, options, named)
+    of_weights = functools.partial(_OF_WEIGHTS.chunk, implementation="xla")
+    return _run(of_weights, functools.partial(OPERATOR.chunk, implementation=how), x, options, named)
 
 
 def recurrent(named: dict[str, Any]) -> Results:
     """Run `recurrent_mlstm` with these arguments by name."""
     x, options = check(named)
-    by = lambda operator, implementation: lambda x, options: operator.recurrent(x, options, implementation)
     # Weighted keys and divided queries are few: they are not rounded. The normaliser has too few numbers for a kernel.
     x = x._replace(q=jnp.asarray(x.q, jnp.float32), k=jnp.asarray(x.k, jnp.float32), slots=Slots())
-    return _run(by(_OF_WEIGHTS, "xla"), by(OPERATOR, named["implementation"]), x, options, named)
+    of_weights = functools.partial(_OF_WEIGHTS.recurrent, implementation="xla")
+    of_values = functools.partial(OPERATOR.recurrent, implementation=named["implementation"])
+    return _run(of_weights, of_values, x, options, named)
 
 
 def check(named: dict[str, Any]) -> tuple[Arguments, Options]:

@@ -71,7 +71,7 @@ def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, ro
         refs.dweight[...] = jnp.zeros_like(refs.dweight)
 
     # The last part may have fewer blocks than the others.
-    pl.when(first < jnp.int32(rows))(lambda: _add_block(refs, first, s, config, rows))
+    pl.when(first < jnp.int32(rows))(functools.partial(_add_block, refs, first, s, config, rows))
 
 
 def _add_block(refs: NormRefs, first: jax.Array, s: tile.NormStatic, config: config.Config, rows: int) -> None:

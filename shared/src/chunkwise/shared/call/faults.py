@@ -1,6 +1,7 @@
 """Checks of values: at once where they are known, and by `jax.experimental.checkify` where they are traced."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ def fault(wrong: jax.Array, y: jax.Array, rule: str, more: str = "") -> Fault:
     at = ", ".join(f"{{i{axis}}}" for axis in range(y.ndim))
     integers = jnp.issubdtype(y.dtype, jnp.integer)
     form, y = ("{value}", y) if integers else ("{value:g}", y.astype(jnp.float32))
-    return Fault(jnp.any(wrong), f"{rule}; got {form} at [{at}]{more}.", lambda: _first(wrong, y))
+    return Fault(jnp.any(wrong), f"{rule}; got {form} at [{at}]{more}.", functools.partial(_first, wrong, y))
 
 
 def _first(wrong: jax.Array, y: jax.Array) -> dict[str, jax.Array]:

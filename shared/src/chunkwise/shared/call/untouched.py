@@ -1,5 +1,6 @@
 """Operators run by JAX's own functions, also inside of a model in which qwix replaces functions of JAX."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -44,5 +45,5 @@ def _with_one_rule(apart: Callable, function: Callable, records: tuple) -> Any:
         return function(*structure.unflatten(next(given) if y else x for x, y in zip(leaves, is_array, strict=True)))
 
     fn = jax.custom_vjp(call)
-    fn.defvjp(apart(lambda *arrays: jax.vjp(call, *arrays)), apart(lambda pullback, dy: pullback(dy)))
+    fn.defvjp(apart(functools.partial(jax.vjp, call)), apart(lambda pullback, dy: pullback(dy)))
     return fn(*(x for x, y in zip(leaves, is_array, strict=True) if y))

@@ -1,5 +1,6 @@
 """What `jax.checkpoint` keeps of a forward kernel, and how much of the kernel it runs again before the backward."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ RESIDUAL_NAME = "chunkwise_residuals"
 
 def save_for_backward(tree):
     """Return arrays, in any structure, under the name by which a policy keeps them."""
-    return jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL_NAME), tree)
+    return jax.tree.map(functools.partial(checkpoint_name, name=RESIDUAL_NAME), tree)
 
 
 def unless_unread(whole: Callable, part: Callable, *args: object) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
-"""Sentences for derivatives that a kernel does not have, raised where JAX would say something else, or nothing.
+"""Transposes that a caller chooses, and sentences for derivatives that a kernel does not have.
 
-A function with a gradient of its own has no forward mode, and JAX says so without its name. But JAX makes a gradient
-out of forward mode, too, which it then transposes. So the error cannot be raised where a tangent is made. It is raised
-where a tangent is computed: a tangent goes through a linear primitive that has a transpose, and no value.
+A sentence is raised where JAX would say something else, or nothing. A function with a gradient of its own has no
+forward mode, and JAX says so without its name. But JAX makes a gradient out of forward mode, too, which it then
+transposes. So the error cannot be raised where a tangent is made. It is raised where a tangent is computed: a tangent
+goes through a linear primitive that has a transpose, and no value.
 """
 
 import functools

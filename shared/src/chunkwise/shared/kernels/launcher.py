@@ -18,7 +18,7 @@ from chunkwise.shared.kernels import derivatives, interleaved, matmul
 from chunkwise.shared.kernels.spans import joins
 
 
-def _without_float16(x):
+def without_float16(x) -> Any:
     """Return an array, or its type, in float32 if it is in float16, which TPU kernels can neither read nor write."""
     if x is None or x.dtype != jnp.float16:
         return x
@@ -131,7 +131,7 @@ def pallas_call(
             out_specs=jax.tree.map(_int32_indices, out_specs),
             scratch_shapes=list(scratch_shapes),
         ),
-        out_shape=jax.tree.map(_without_float16, out_shape),
+        out_shape=jax.tree.map(without_float16, out_shape),
         compiler_params=compat.CompilerParams(
             dimension_semantics=dimension_semantics,
             vmem_limit_bytes=tuning.VMEM_LIMIT_BYTES,
@@ -140,7 +140,7 @@ def pallas_call(
         cost_estimate=cost_estimate,
         input_output_aliases=input_output_aliases or {},
     )
-    values: tuple[Any, ...] = tuple(map(_without_float16, operands))
+    values: tuple[Any, ...] = tuple(map(without_float16, operands))
     # Each trace gets a new function, because JAX would not trace the same function twice.
     with matmul.kernel_trace(interpreted=False) as asked:
         compiled = jax.make_jaxpr(call(lambda *refs: kernel(*refs)))(*values)
@@ -153,7 +153,7 @@ def pallas_call(
     in_hbm = [False] * num_scalar_prefetch + [spec.memory_space is pltpu.HBM for spec in in_specs if spec is not None]
 
     def on_tpu(*given):
-        hold = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
+        hold = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
         return core.jaxpr_as_fun(compiled)(*(hold(x) if held else x for x, held in zip(given, in_hbm, strict=True)))
 
     def elsewhere(*given):

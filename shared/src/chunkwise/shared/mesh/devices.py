@@ -1,5 +1,6 @@
 """How whole operators are divided over the devices of a mesh, and how their tokens may be split over some of them."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -138,7 +139,7 @@ def _take_key_heads(x: jax.Array, rest: partition.Axes, HV: int, group: int) -> 
     each = math.gcd(HV, group)  # so many value heads of a device share a key head
     first = lax.axis_index(rest) * jnp.int32(HV)
     heads = lax.div(first + jnp.arange(0, HV, each, dtype=jnp.int32), jnp.int32(group))
-    return jax.tree.map(lambda y: jnp.take(y, heads, axis=2), x)
+    return jax.tree.map(functools.partial(jnp.take, indices=heads, axis=2), x)
 
 
 def without_elsewhere(o: jax.Array, elsewhere: jax.Array | None) -> jax.Array:

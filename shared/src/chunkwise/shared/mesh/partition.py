@@ -9,6 +9,7 @@ The division is a `shard_map` inside of the operator. The gradient is computed i
 operator also works under a `shard_map` of the caller, and this module alone says where sums over devices are.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -89,6 +90,10 @@ class Division(NamedTuple):
     def of(self, name: str, ndim: int) -> list[Axes]:
         """Return the axes that split the dimensions of an argument."""
         return [self.axes[letter] for letter in self.layout.letters(name, ndim)]
+
+    def spec(self, letters: str) -> PartitionSpec:
+        """Return how dimensions with these letters are split."""
+        return _spec([self.axes[letter] for letter in letters])
 
     def summed_over(self, name: str, ndim: int) -> Axes:
         """Return the axes over which the gradient of an argument is a sum."""
@@ -215,7 +220,7 @@ def _check_fits(name: str, x, division: Division) -> None:
 def place(x: interleaved.Tokens, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
     """Return an argument with this sharding along explicit axes; devices drop parts, and nothing is communicated."""
     if isinstance(x, interleaved.Interleaved):
-        return x.map(lambda y: place(y, spec, mesh))
+        return x.map(functools.partial(place, spec=spec, mesh=mesh))
     explicit = [name for name in mesh.axis_names if compat.axis_type(mesh, name) == AxisType.Explicit]
     if not explicit:
         return x
@@ -270,7 +275,7 @@ def over_mesh(
     others = {name: x for name, x in arrays.items() if name not in floats}
     sums = {name: division.summed_over(name, x.ndim) for name, x in floats.items()}
     letters = division.layout.results[: 1 + with_states]
-    out_specs = tuple(_spec([division.axes[letter] for letter in x]) for x in letters)
+    out_specs = tuple(map(division.spec, letters))
     # The states are a sum over the axes that split tokens, and the same on all of their devices; each device gets an
     # equal share of the cotangent.
     share = 1.0 / size_of(mesh, inside)
@@ -349,15 +354,17 @@ def on_devices(run: Callable[..., Any], division: Division, arguments: object, l
         dimensions; the others are not split.
       results: the same for the results of `run`.
     """
-    specs = lambda tree: jax.tree.map(lambda y: _spec([division.axes[letter] for letter in y]), tree)
     leaves, structure = jax.tree.flatten(arguments)
     arguments = structure.unflatten(compat.vary_alike(*map(jnp.asarray, leaves)))
-    place_part = lambda spec, part: jax.tree.map(lambda x: place(x, spec, division.mesh), part)
-    in_specs = specs(letters)
-    placed = jax.tree.map(place_part, in_specs, arguments, is_leaf=lambda y: isinstance(y, PartitionSpec))
+    in_specs, out_specs = (jax.tree.map(division.spec, tree) for tree in (letters, results))
+
+    def place_part(part_letters: str, part: object) -> object:
+        return jax.tree.map(functools.partial(place, spec=division.spec(part_letters), mesh=division.mesh), part)
+
+    placed = jax.tree.map(place_part, letters, arguments)
     call = jax.shard_map(
         lambda *parts: run(*jax.tree.map(_unmarked, parts)), mesh=division.mesh, axis_names=set(division.names),
-        in_specs=in_specs, out_specs=specs(results), check_vma=False,
+        in_specs=in_specs, out_specs=out_specs, check_vma=False,
     )  # fmt: skip
     return compat.vary_over(compat.varying_axes(*jax.tree.leaves(arguments)), call(*placed))
 

@@ -31,7 +31,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.shared import compat, trees
 from chunkwise.shared.call import arguments
-from chunkwise.shared.kernels import chunking, matmul
+from chunkwise.shared.kernels import chunking, matmul, tiles
 from chunkwise.shared.plain import block_inverse, isolation, state_scan
 
 # The size of a span on a GPU: tokens times heads.
@@ -63,6 +63,18 @@ class Tokens(NamedTuple):
     e: jax.Array | None
     masks: chunking.StreamMasks | None
     solved: bool
+
+    def of_value_heads(self, y: jax.Array) -> jax.Array:
+        """Return [n, H, ...] of key heads as [n, HV, ...]."""
+        return tiles.repeat_heads(y, self.v.shape[1], axis=1)
+
+    def flat(self, y: jax.Array) -> jax.Array:
+        """Return [n, HV, ...] as [n HV, ...]."""
+        return y.reshape(-1, *y.shape[2:])
+
+    def by_head(self, y: jax.Array) -> jax.Array:
+        """Return [n HV, ...] as [n, HV, ...], the inverse of `flat`."""
+        return y.reshape(*self.v.shape[:2], *y.shape[1:])
 
     def within_sequence(self, from_start: object, to_end: jax.Array, through: jax.Array) -> tuple[Any, jax.Array, Any]:
         """Return what decays lead to, with zeros where they lead to another sequence.

@@ -50,7 +50,9 @@ def token_by_token(
     states after every token, and also the values that the tokens wrote: see `recurrence`.
     """
     # Padding may hold anything, and its gradient is zero.
-    q, k, v, g, beta, p = jax.tree.map(lambda x: chunking.zero_padding(x, cu_seqlens), (q, k, v, g, beta, p))
+    q, k, v, g, beta, p = jax.tree.map(
+        functools.partial(chunking.zero_padding, cu_seqlens=cu_seqlens), (q, k, v, g, beta, p)
+    )
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)

@@ -48,7 +48,9 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     if known.replay:
         options = options._replace(decode_tokens=int(options.decode_tokens or 1))
     sizes = pool.shape[0], x.v.shape[1], options.block_size, options.decode_tokens
-    faults.check_known_values((x.cu_seqlens, *slots), lambda: step_table.find_faults(x.cu_seqlens, slots, *sizes))
+    faults.check_known_values(
+        (x.cu_seqlens, *slots), functools.partial(step_table.find_faults, x.cu_seqlens, slots, *sizes)
+    )
     return x._replace(slots=step_table.with_counts(slots)), options._replace(output_final_state=True)
 
 

@@ -12,6 +12,7 @@ becomes the checkpoint. A ring holds the gates themselves, not their sums, becau
 exact.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,7 +169,8 @@ def check_pool(pool: StatePool, H: int, HV: int, K: int, V: int, per_channel: bo
     checks.check_countable("states", (slots,), "slots")
     dtype = checks.check_type("states", pool.states.dtype, DTYPES)
     replay = 0 if pool.keys is None else (*getattr(pool.keys, "shape", ()), 0, 0)[1]
-    wanted = jax.eval_shape(lambda: make_pool(slots, HV, K, V, dtype, replay=replay, H=H, per_channel=per_channel))
+    make = functools.partial(make_pool, slots, HV, K, V, dtype, replay=replay, H=H, per_channel=per_channel)
+    wanted = jax.eval_shape(make)
     for field, want, got in zip(StatePool._fields, wanted, pool, strict=True):
         rule = "None" if want is None else f"{want.dtype.name} {want.shape}"
         name = "array" if got is None or not hasattr(got, "dtype") else f"{got.dtype.name} {tuple(got.shape)}"

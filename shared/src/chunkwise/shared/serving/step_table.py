@@ -133,7 +133,7 @@ def find_faults(
             (decodes < 0) | (decodes > sequences) | (sequences > N),
             f"`num_decodes` must be at most `num_sequences`, and both from 0 to {N}; got {{decodes}} and "
             f"{{sequences}}.",
-            lambda: dict(decodes=decodes, sequences=sequences),
+            functools.partial(dict, decodes=decodes, sequences=sequences),
         ),
         faults.fault(falls, cu_seqlens, f"`cu_seqlens` must rise from 0 to at most T = {num_tokens}"),
         faults.Fault(
@@ -179,14 +179,14 @@ def _faults_of_slots(step: ServingStep, slots: Slots, num_slots: int, block_size
         jnp.any(again),
         f"{names} must name a slot that is written only once; got {{slot}} for sequence {{first}} and for sequence "
         f"{{then}}.",
-        lambda: _pair(again, target, writer, writer),
+        functools.partial(_pair, again, target, writer, writer),
     )
     crossed = (source[:, None] == target[None]) & kept[None] & (of != writer[None])
     yield faults.Fault(
         jnp.any(crossed),
         f"{names} must not name a slot that another sequence starts from; got {{slot}}, from which sequence {{first}} "
         f"starts and which sequence {{then}} writes.",
-        lambda: _pair(crossed, target, of[:, 0], writer),
+        functools.partial(_pair, crossed, target, of[:, 0], writer),
     )
 
 

@@ -120,7 +120,7 @@ def reference(
       scale, use_qk_l2norm_in_kernel, cu_seqlens, segment_ids: as in the operator.
       do, dht: the cotangents; one that is None counts as zeros.
     """
-    wide = lambda tree: jax.tree.map(lambda y: np.asarray(y, np.float64), tree)
+    wide = functools.partial(jax.tree.map, functools.partial(np.asarray, dtype=np.float64))
     x = wide(x)
     (B, T, _, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
     begins, valid, ends = _sequences(B, T, cu_seqlens, segment_ids)

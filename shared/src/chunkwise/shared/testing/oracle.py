@@ -1,5 +1,6 @@
 """The oracle: every operator as its token recurrence in float64 numpy, with gradients, on the host's CPU."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,12 @@ def _back_to_heads(dy, x, normalise: bool):
 
 
 def _sequences(x, cu_seqlens):
-    """Return tokens [1, T, ...] as [N, longest, ...], padded with zeros, which leave the recurrence unchanged."""
+    """Return tokens [1, T, ...] as [N, longest, ...], padded with zeros, which leave the recurrence unchanged.
+
+    Rows of a batch, without boundaries, stay as they are.
+    """
+    if cu_seqlens is None:
+        return x
     lengths = np.diff(cu_seqlens)
     out = np.zeros((len(lengths), max(1, lengths.max(initial=0)), *x.shape[2:]))
     for n, (start, length) in enumerate(zip(cu_seqlens, lengths, strict=False)):
@@ -115,6 +121,8 @@ def _sequences(x, cu_seqlens):
 
 def _tokens(x, cu_seqlens, T):
     """The inverse of `_sequences`; tokens of no sequence are zero."""
+    if cu_seqlens is None:
+        return x
     out = np.zeros((1, T, *x.shape[2:]))
     for n, (start, length) in enumerate(zip(cu_seqlens, np.diff(cu_seqlens), strict=False)):
         out[0, start : start + length] = x[n, :length]
@@ -205,8 +213,7 @@ def reference(
         return _in_segments(x, np.asarray(segment_ids), do, dht, options)
     x["inside"] = np.ones((*x["v"].shape[:2], 1))  # zero on the rows that only pad a short sequence
     T, cu = x["v"].shape[1], None if cu_seqlens is None else np.asarray(cu_seqlens)
-    cut = (lambda y: y) if cu is None else (lambda y: _sequences(y, cu))
-    paste = (lambda y: y) if cu is None else (lambda y: _tokens(y, cu, T))
+    cut, paste = functools.partial(_sequences, cu_seqlens=cu), functools.partial(_tokens, cu_seqlens=cu, T=T)
     x = {name: cut(value) if name in _PER_TOKEN else value for name, value in x.items()}
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     normalise = bool(use_qk_l2norm_in_kernel)

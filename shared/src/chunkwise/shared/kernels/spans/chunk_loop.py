@@ -91,6 +91,23 @@ def run_chunk(
     run_variant(run, refs, [span], static, filled=True)
 
 
+def run_chunks(
+    body: Callable[[StageChunk], None],
+    refs: Any,
+    span: chunk_spans.Span,
+    static: FusedStatic,
+    first: jax.Array,
+    end: jax.Array,
+    backwards: bool = False,
+) -> None:
+    """Run the body of the chunks from `first` to `end` of a span, one after the other, or the last one first."""
+
+    def turn(i, _) -> None:
+        run_chunk(body, refs, span, first + end - 1 - i if backwards else i, static)
+
+    lax.fori_loop(first, end, turn, None)
+
+
 def either(condition: jax.Array, run: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """Run one function where the condition holds, and the other one where it does not."""
     pl.when(condition)(run)
@@ -348,21 +365,23 @@ def run_variant(
         whole = functools.reduce(jnp.logical_and, [(span.begin <= 0) & (span.end >= static.C) for span in spans])
         empty = functools.reduce(jnp.logical_and, [span.begin == span.end for span in spans])
 
+        some = functools.partial(body, Rows.SOME)
+
         def run_some() -> None:
             clear_unowned(spans[-1], results, backwards)
-            pl.when(jnp.logical_not(empty))(lambda: body(Rows.SOME))
+            pl.when(jnp.logical_not(empty))(some)
 
-        either(whole, lambda: body(Rows.ALL), (lambda: body(Rows.SOME)) if filled else run_some)
+        either(whole, functools.partial(body, Rows.ALL), some if filled else run_some)
     elif refs.owner is not None:
         mixed = functools.reduce(jnp.logical_or, [span.mixed == 1 for span in spans])
-        either(mixed, lambda: body(Rows.MIXED), lambda: body(Rows.ALL))
+        either(mixed, functools.partial(body, Rows.MIXED), functools.partial(body, Rows.ALL))
     else:
         body(Rows.SOME if static.partial else Rows.ALL)
 
 
 def clear_unowned(span: chunk_spans.Piece, results: Sequence, backwards: bool = False) -> None:
     """Clear the results of a chunk if no span owns some of its rows, in the first grid step that writes the chunk."""
-    pl.when(((span.closes if backwards else span.opens) & span.unowned) == 1)(lambda: layout.clear(*results))
+    pl.when(((span.closes if backwards else span.opens) & span.unowned) == 1)(functools.partial(layout.clear, *results))
 
 
 def empty_state(shape: tuple[int, ...]) -> jax.Array:
@@ -394,4 +413,4 @@ def read_pool(pool_ref, pool_out_ref, state_ref, span: chunk_spans.Piece, transp
 
 def write_pool(state_ref, pool_out_ref, ends: jax.Array, transposed: bool) -> None:
     """Store the state of a sequence in its slot of the pool, where the sequence, or a block of its tokens, ends."""
-    pl.when(ends)(lambda: pools.put_states(state_ref, pool_out_ref, transposed))
+    pl.when(ends)(functools.partial(pools.put_states, state_ref, pool_out_ref, transposed))

@@ -1,5 +1,6 @@
 """The copies of slots of the kernel that decodes, between the pools in HBM and its buffers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def copy_slots(
         def _():
             for kind in only or refs.kinds:
                 if kind == "states" and out and refs.has_rings:
-                    pl.when(place < 0)(lambda: move("states"))
+                    pl.when(place < 0)(functools.partial(move, "states"))
                 else:
                     move(kind)
 
