@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.causal_conv1d import causal_conv1d
-from chunkwise.causal_conv1d.cost import cost as convolution_cost
+from chunkwise.causal_conv1d.config import cost as convolution_cost
 from chunkwise.command.models import Layer
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.norm_gated.cost import cost as norm_cost
+from chunkwise.norm_gated.config import cost as norm_cost
 
 _WIDTH = 4
 # By the name of a mixer's implementation, the implementation of the operator and the implementation of the parts around

@@ -3,7 +3,7 @@
 import pytest
 
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
-from chunkwise.causal_conv1d.cost import cost
+from chunkwise.causal_conv1d.config import cost
 from tests.documents import check_call, documented_flops
 
 SIZES = dict(B=2, T=300, D=96, W=4)

@@ -1,6 +1,6 @@
 """What launches and benchmarks count; the pipeline compares it with the docstrings."""
 
-from chunkwise.fused_gdn.cost import cost, states_cost
+from chunkwise.fused_gdn.config import cost, states_cost
 
 SIZES = dict(B=2, T=300, H=2, HV=6, K=128, V=256)
 

@@ -1,6 +1,6 @@
 """What launches say they cost; the pipeline compares it with the docstrings."""
 
-from chunkwise.fused_gla.cost import cost
+from chunkwise.fused_gla.config import cost
 
 SIZES = dict(B=2, T=64, K=8, V=4)
 

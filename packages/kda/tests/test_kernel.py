@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import chunk_kda, tile
-from chunkwise.kda.cost import cost
+from chunkwise.kda.config import cost
 from chunkwise.shared.kernels.tiles import LOG2_E
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs

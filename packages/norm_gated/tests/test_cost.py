@@ -1,7 +1,7 @@
 """The documentation opens with the call, and states the flops of the one function of cost, which every launch uses."""
 
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.norm_gated.cost import cost
+from chunkwise.norm_gated.config import cost
 from tests.documents import check_call, documented_flops
 
 

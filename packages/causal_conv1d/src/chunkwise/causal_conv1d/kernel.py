@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.causal_conv1d import config, cost, sequences, tile
+from chunkwise.causal_conv1d import config, sequences, tile
 from chunkwise.shared.kernels import activations, chunking, launcher, packed, tiles, windows
 from chunkwise.shared.kernels.spans import layout
 
@@ -346,5 +346,5 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
         outputs=outputs,
         scratch=scratch,
         in_bounds=False,
-        cost_estimate=cost.cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
+        cost_estimate=config.cost(B=B, T=T, D=D, W=s.W, itemsize=x.x.dtype.itemsize, backward=backward),
     )

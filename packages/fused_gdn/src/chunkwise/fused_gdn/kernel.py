@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import cost, loads, tile
+from chunkwise.fused_gdn import config, loads, tile
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import interleaved, inverse, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
@@ -294,7 +294,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         scratch["scores"] = pltpu.VMEM((*each, n, s.C, parts * s.p * s.C), dtype)
     if x.A_inv is None:
         scratch |= {"A": of_heads, "blocks": (*each, n, inverse.first_block_rows(s.C), s.p * s.C)}
-    estimate = cost.cost if with_output else cost.states_cost
+    estimate = config.cost if with_output else config.states_cost
     return dict(
         body=functools.partial(_turns_kernel if turns > 1 else _fwd_kernel, static=static, s=s),
         refs=GdnFwdRefs,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.fused_gdn import cost, loads, tile, tile_bwd
+from chunkwise.fused_gdn import config, loads, tile, tile_bwd
 from chunkwise.shared.kernels import matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
@@ -130,7 +130,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Calla
     cut = chunk_loop.blocks_backwards(static)
     key, value, gate = cut.tokens(s.heads // s.group * s.K), cut.tokens(s.heads * s.V), cut.values(s.heads)
     state = cut.state(s.heads, s.K, s.V)
-    estimate = cost.cost if of_tokens else cost.states_cost
+    estimate = config.cost if of_tokens else config.states_cost
     return dict(
         body=functools.partial(body, static=static, s=s),
         refs=GdnBwdRefs,

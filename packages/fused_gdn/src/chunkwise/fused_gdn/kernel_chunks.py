@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import cost, kernel, loads, tile
+from chunkwise.fused_gdn import config, kernel, loads, tile
 from chunkwise.shared.kernels import interleaved, inverse, matmul, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
@@ -331,7 +331,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         scratch["state"] = s.heads, s.K, s.V + s.K * ("M" in outputs)
     if x.owner is not None:
         scratch["nonfinite_rows"] = max(1, count - 1), chunks, s.C, 1
-    estimate = cost.cost if with_output else cost.states_cost
+    estimate = config.cost if with_output else config.states_cost
     return dict(
         body=functools.partial(_kernel, static=static, s=s),
         refs=GdnChunksRefs,

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import cost, kernel, loads, tile
+from chunkwise.fused_gdn import config, kernel, loads, tile
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
@@ -242,5 +242,5 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         },
         requested=outputs,
         scratch=scratch,
-        cost_estimate=cost.states_cost(**static.sizes() | {"V": channels}, itemsize=dtype.itemsize),
+        cost_estimate=config.states_cost(**static.sizes() | {"V": channels}, itemsize=dtype.itemsize),
     )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import cost, loads, normaliser, tile
+from chunkwise.fused_gla import config, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import launcher, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
@@ -130,7 +130,7 @@ def launched(x: GlaOperands, s: GlaStatic, kind: str, heads: int, **costs: bool)
         name=f"chunk_gla_{kind}_c{s.C}" + ("" if x.table is None else "_varlen"),
         grid=(s.B, s.HV // heads, x.spans(s)),
         tables={"table": x.table},
-        cost_estimate=cost.cost(**s.sizes(), itemsize=x.v.dtype.itemsize, per_channel=s.per_channel, **costs),
+        cost_estimate=config.cost(**s.sizes(), itemsize=x.v.dtype.itemsize, per_channel=s.per_channel, **costs),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.kda import cost, loads, tile
+from chunkwise.kda import config, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles, windows
@@ -442,7 +442,7 @@ def plan(
         like={"o": x.q},
         scratch=_scratch(x, static, outputs, 1 if may_forget else base, channels),
         in_place={} if x.pool is None else {"pool": "pool_out"},
-        cost_estimate=(cost.cost if with_output else cost.states_cost)(
+        cost_estimate=(config.cost if with_output else config.states_cost)(
             **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
         ),
     )

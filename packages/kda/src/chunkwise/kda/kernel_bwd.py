@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.kda import cost, loads, tile, tile_bwd
+from chunkwise.kda import config, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.kernels import nonfinite, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
@@ -317,7 +317,7 @@ def plan(
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
         scratch["continuing"] = *((static.chunks,) if static.chunks > 1 else ()), C, packed.LANES
-    estimate = cost.cost if of_tokens else cost.states_cost
+    estimate = config.cost if of_tokens else config.states_cost
     gates = {"db": (channels, x.b), "dw": (value, x.w)}
     return dict(
         body=functools.partial(body, static=static),

@@ -1,7 +1,5 @@
 """Kimi delta attention in plain JAX: the mathematics of its chunks, for `chunkwise.shared.plain.chunks`."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -15,25 +13,10 @@ from chunkwise.shared.plain import chunks, state_scan
 _BASE = 16
 
 
-class Decayed(NamedTuple):
-    """Readers of states and keys times the decay between their row and a boundary of their block, all [n, b, K].
-
-    Attributes:
-      readers: queries if there is an output, and erase keys, with the decay from the start of the block to the row,
-        whose gate is included.
-      k_end: keys, with the decay from the row to the end of the block.
-      through: [n, 1, K], the decay over the whole block.
-    """
-
-    readers: list[jax.Array]
-    k_end: jax.Array
-    through: jax.Array
-
-
 def interactions(
     readers: list[jax.Array], k, g, base: int, continuing, erase_before_decay: bool, apart: bool
-) -> tuple[list[jax.Array], Decayed]:
-    """Return the scores of readers with keys, and the `Decayed` of chunks [M, C, K].
+) -> tuple[list[jax.Array], tuple[list[jax.Array], jax.Array, jax.Array]]:
+    """Return the scores of readers with keys, and readers, keys and decays of chunks, by which states are read.
 
     Blocks of `_BASE` rows are computed as in the kernels; then neighbouring blocks are joined, with one product for the
     corner.
@@ -45,6 +28,11 @@ def interactions(
       continuing: `tile.continuing` [M, C, 1], or None.
       erase_before_decay: as in `Options`.
       apart: whether no product serves both readers, so that a program which needs the scores of one makes these alone.
+
+    Returns:
+      The scores [M, C, C] of each reader; and the readers [M, C, K], with the decay from the start of the chunk to the
+      row, whose gate is included, keys [M, C, K], with the decay from the row to the end of the chunk, and [M, 1, K],
+      the decay over the whole chunk.
     """
     M, C = k.shape[:2]
     b = _BASE
@@ -82,14 +70,15 @@ def interactions(
         before = jnp.pad(k[:, :-1], ((0, 0), (1, 0), (0, 0)))
         scores[-1] = jnp.where(jnp.eye(b, k=-1, dtype=bool)[None], product(e, before), scores[-1])
     starts = [y.start for y in decays.readers[-len(readers) :]]
-    x = Decayed([y * start for y, start in zip(readers, starts, strict=True)], k * decays.end, decays.start[:, -1:])
+    readers = [y * start for y, start in zip(readers, starts, strict=True)]
+    k_end, through = k * decays.end, decays.start[:, -1:]
 
     def pairs(x):
         return [x.reshape(x.shape[0] // 2, 2, *x.shape[1:])[:, n] for n in range(2)]
 
     while b < C:
-        (k_left, k_right), (t_left, t_right) = pairs(x.k_end), pairs(x.through)
-        lefts, rights = zip(*map(pairs, x.readers), strict=True)
+        (k_left, k_right), (t_left, t_right) = pairs(k_end), pairs(through)
+        lefts, rights = zip(*map(pairs, readers), strict=True)
         if apart:
             corners = [matmul.dot_nt(y, k_left) for y in rights]
         else:
@@ -101,13 +90,10 @@ def interactions(
             return jnp.concatenate([top, jnp.concatenate([lower_left, right], axis=2)], axis=1)
 
         scores = [joined(*each) for each in zip(scores, corners, strict=True)]
-        x = Decayed(
-            [jnp.concatenate([left, right * t_left], axis=1) for left, right in zip(lefts, rights, strict=True)],
-            jnp.concatenate([k_left * t_right, k_right], axis=1),
-            t_left * t_right,
-        )
+        readers = [jnp.concatenate([left, right * t_left], axis=1) for left, right in zip(lefts, rights, strict=True)]
+        k_end, through = jnp.concatenate([k_left * t_right, k_right], axis=1), t_left * t_right
         b *= 2
-    return scores, x
+    return scores, (readers, k_end, through)
 
 
 def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:

@@ -6,6 +6,7 @@ The stabilisers make decays and weights of the gates, which are at most 1.
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable

@@ -1,7 +1,9 @@
-"""Tile sizes of the kernels."""
+"""Tile sizes of the kernels, and their cost for XLA's scheduler, the docstrings and the benchmarks."""
 
 import dataclasses
 import math
+
+from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import packed
@@ -42,3 +44,20 @@ def default_for(groups: int, D: int, itemsize: int) -> Config:
     strip = 16
     rows = _BLOCK // (taken * D * itemsize) // strip * strip
     return Config(min(max(rows, strip), 1024), taken, strip)
+
+
+def cost(*, rows: int, D: int, itemsize: int = 2, backward: bool = False) -> pl.CostEstimate:
+    """Return the cost of the norm of `rows` rows of D channels, or of its gradient.
+
+    Args:
+      rows, D: sizes.
+      itemsize: bytes of a number of x, z and y.
+      backward: the cost of the gradient, which computes the norm again.
+    """
+    numbers = rows * D
+    # The forward reads x and z and writes y; the backward reads x, z and dy and writes dx and dz.
+    return pl.CostEstimate(
+        flops=numbers * (20 if backward else 8),
+        transcendentals=numbers,
+        bytes_accessed=numbers * itemsize * (5 if backward else 3),
+    )

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.norm_gated import config, cost, tile
+from chunkwise.norm_gated import config as tiles
+from chunkwise.norm_gated import tile
 from chunkwise.shared.kernels import launcher, windows
 
 # Rows of a register of float32.
@@ -22,9 +23,9 @@ _SUBLANES = 8
 _CORES = 2
 
 
-def _strips(cut: config.Config, width: int, D: int, compute) -> None:
+def _strips(cut: tiles.Config, width: int, D: int, compute) -> None:
     """Call compute(rows, lanes) for every strip of a block and for every unit of its lanes."""
-    unit = config.unit(D, width)
+    unit = tiles.unit(D, width)
 
     def strip(i, _):
         rows = pl.ds(pl.multiple_of(i * jnp.int32(cut.strip), cut.strip), cut.strip)
@@ -51,7 +52,7 @@ class NormRefs(NamedTuple):
     dweight: jax.Ref  # [8, lanes]
 
 
-def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
+def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: tiles.Config):
     """Write y of a block."""
 
     def compute(rows, lanes):
@@ -61,7 +62,7 @@ def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config):
     _strips(config, refs.x.shape[1], s.D, compute)
 
 
-def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, rows: int):
+def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: tiles.Config, rows: int):
     """Write dx and dz of a block; add up the gradient of the weight over the blocks of a core's part, in 8 rows."""
     part, grid_step = pl.program_id(0), pl.program_id(2)
     first = (part * pl.num_programs(2) + grid_step) * jnp.int32(config.rows)
@@ -74,7 +75,7 @@ def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: config.Config, ro
     pl.when(first < jnp.int32(rows))(functools.partial(_add_block, refs, first, s, config, rows))
 
 
-def _add_block(refs: NormRefs, first: jax.Array, s: tile.NormStatic, config: config.Config, rows: int) -> None:
+def _add_block(refs: NormRefs, first: jax.Array, s: tile.NormStatic, config: tiles.Config, rows: int) -> None:
     """Write dx and dz of a block whose first row is `first`, and add its gradient of the weight."""
 
     def compute(at, lanes):
@@ -95,7 +96,7 @@ def launch(
     z: jax.Array,
     weight: jax.Array,
     s: tile.NormStatic,
-    config: config.Config,
+    config: tiles.Config,
     dy: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
@@ -140,5 +141,5 @@ def launch(
         },
         outputs=outputs,
         in_bounds=False,
-        cost_estimate=cost.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
+        cost_estimate=tiles.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )

@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from chunkwise.delta_product import chunk_gated_delta_product, recurrent_gated_delta_product
 from chunkwise.dplr import chunk_dplr_delta_rule, recurrent_dplr_delta_rule
 from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.fused_gdn.cost import cost as gdn_cost
+from chunkwise.fused_gdn.config import cost as gdn_cost
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recurrent_simple_gla
-from chunkwise.fused_gla.cost import cost as gla_cost
+from chunkwise.fused_gla.config import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
-from chunkwise.kda.cost import cost as kda_cost
+from chunkwise.kda.config import cost as kda_cost
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
 from chunkwise.shared.testing import compare, definitions, inputs, oracle
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2

@@ -2,13 +2,13 @@
 
 from jax.experimental import pallas as pl
 
-from chunkwise.kda import cost as kda
+from chunkwise.kda import config as kda
 
 
 def cost(
     *, B: int, T: int, H: int, HV: int, K: int, V: int, C: int, itemsize: int = 2, backward: bool = False
 ) -> pl.CostEstimate:
-    """Return the cost of the chunk form; the arguments are as in `chunkwise.kda.cost.cost`."""
+    """Return the cost of the chunk form; the arguments are as in `chunkwise.kda.config.cost`."""
     gates = B * T * HV * (K + V) * itemsize
     return kda.cost(B=B, T=T, H=H, HV=HV, K=K, V=V, C=C, itemsize=itemsize, backward=backward, more=gates)
 

@@ -20,7 +20,7 @@ BUFFERS = 2
 def copy_counts(refs: DecodeRefs, out: bool = False) -> None:
     """Copy the numbers of tokens of all rings to scalar memory, or with `out` back."""
     pairs = (refs.pools.count, refs.buffers.counts), (refs.pools.drafts, refs.buffers.drafts_of)
-    copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.semaphores.counting) for ends in pairs]
+    copies = [pltpu.make_async_copy(*(ends[::-1] if out else ends), refs.buffers.counting) for ends in pairs]
     for act in (pools.start, pools.wait):
         for copy in copies:
             act(copy)
@@ -39,7 +39,7 @@ def copy_slots(
     With `only` they are the copies of some kinds: "conv", "states", or of rings "keys", "writes" and "gates". Where a
     loop takes the tokens of a decode, they are copies of the states after token `turn`.
     """
-    b, semaphores = buffer_of(i), refs.semaphores.stores if out else refs.semaphores.reads
+    b, semaphores = buffer_of(i), refs.buffers.stores if out else refs.buffers.reads
     # Numbers are read here, because a read under a condition takes longer.
     places = table.of_step(refs, table.PLACE, i) if refs.has_rings else None
     convs = table.of_step(refs, table.CONV, i) if refs.has_rings and s.decode_tokens > 1 else None

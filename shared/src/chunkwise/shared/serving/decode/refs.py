@@ -108,7 +108,7 @@ class PoolRefs(NamedTuple):
 
 
 class BufferRefs(NamedTuple):
-    """The buffers of slots, between which and the pools the kernel copies.
+    """The buffers of slots, between which and the pools the kernel copies, and the semaphores of copies.
 
     Attributes:
       conv_in: buffers of slots of the convolutions, [2, n, W - 1, channels] each; conv_out: the same, or for decodes of
@@ -121,6 +121,8 @@ class BufferRefs(NamedTuple):
         have a dimension of tokens after n.
       new_gate: gates per channel of these tokens, [2, n, HV, K], or all gates per head of the rings, [2, n, L, HV].
       counts, drafts_of: int32 [slots] in scalar memory, the numbers of tokens of rings.
+      reads, stores, counting: the semaphores of copies: of slots that are read and that are written, [2], and of the
+        numbers of tokens of rings.
     """
 
     conv_in: tuple[jax.Ref, ...]
@@ -137,6 +139,9 @@ class BufferRefs(NamedTuple):
     new_gate: jax.Ref
     counts: jax.Ref
     drafts_of: jax.Ref
+    reads: jax.Ref
+    stores: jax.Ref
+    counting: jax.Ref
 
 
 class WorkRefs(NamedTuple):
@@ -165,14 +170,6 @@ class WorkRefs(NamedTuple):
     between: jax.Ref
 
 
-class SemaphoreRefs(NamedTuple):
-    """The semaphores of copies: reads and stores of slots, [2], and the copies of counts."""
-
-    reads: jax.Ref
-    stores: jax.Ref
-    counting: jax.Ref
-
-
 class DecodeRefs(NamedTuple):
     """The Refs of the kernel, in records."""
 
@@ -182,7 +179,6 @@ class DecodeRefs(NamedTuple):
     pools: PoolRefs
     buffers: BufferRefs
     work: WorkRefs
-    semaphores: SemaphoreRefs
 
     @classmethod
     def of_names(cls, **named: jax.Ref) -> "DecodeRefs":
@@ -192,7 +188,7 @@ class DecodeRefs(NamedTuple):
         known |= dict(x=arrays("x"), w=arrays("w"), b=arrays("b"), conv=arrays("conv", "_out"))
         known |= dict(conv_in=arrays("in"), conv_out=arrays("out"))
 
-        kinds: Any = StepRefs, TokenRefs, LayerRefs, PoolRefs, BufferRefs, WorkRefs, SemaphoreRefs
+        kinds: Any = StepRefs, TokenRefs, LayerRefs, PoolRefs, BufferRefs, WorkRefs
         return cls(*(kind(**{name: known.get(name) for name in kind._fields}) for kind in kinds))
 
     @property
