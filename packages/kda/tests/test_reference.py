@@ -16,7 +16,7 @@ from tests.recurrence import assert_recurrence
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-PACKED = boundaries(1, 0, 17, 16, 0, 20, 3)  # empty sequences, tails, several sequences in a chunk
+PACKED = boundaries(1, 0, 0, 17, 16, 0, 20, 3)  # empty sequences, also in a row, tails, several sequences in a chunk
 T_PACKED = 62  # 5 tokens of padding
 
 # To compile a program takes seconds, so that tests share theirs: B, T, H, HV, K, V.

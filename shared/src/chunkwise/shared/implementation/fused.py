@@ -197,7 +197,7 @@ def _user_output(o: interleaved.Tokens, x: Arguments) -> jax.Array:
 
 
 def _user_states(kernels: Kernels, states: jax.Array, x: Arguments, otherwise: jax.Array | None) -> jax.Array:
-    """Return states of a kernel as the user has them; no kernel visits an empty sequence, which gets `otherwise`."""
+    """Return states of a kernel as the user has them, with `otherwise` for empty sequences: see `unless_empty`."""
     states, V = jnp.swapaxes(states, 2, 3) if kernels.transposed else states, x.v.shape[3]
     if x.least is not None:
         sums = packed.pad_lanes(V)
@@ -305,10 +305,6 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     zeros = {name: jax.tree.map(jnp.zeros_like, getattr(operands, name)) for name in present if name not in computed}
     gradients = {name: d[_gradient_of(name)].astype(getattr(operands, name).dtype) for name in computed}
     (dfloats,) = transpose(replace(operands, **gradients, **zeros))
-    if "initial_state" in dfloats:
-        # No kernel visits an empty sequence, whose final state is its initial state, so their gradients are the same.
-        dh0, dht = dfloats["initial_state"], None if dstates is None else dstates.astype(x.initial_state.dtype)
-        dfloats["initial_state"] = layout.unless_empty(dh0, dht, x.cu_seqlens)
     nothing = dict.fromkeys(Arguments._fields)
     return Arguments(**nothing | dfloats), None
 

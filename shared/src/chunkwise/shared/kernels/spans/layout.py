@@ -60,7 +60,10 @@ def pad_states(x: jax.Array | None) -> jax.Array | None:
 
 
 def unless_empty(states: jax.Array, otherwise: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Return states [N, ...]; empty sequences, which no kernel visits, get `otherwise`, or zeros for None."""
+    """Return states [N, ...] with `otherwise`, or zeros for None, for empty sequences.
+
+    A forward runs no grid step whose pieces have no rows, so that it may not write their states.
+    """
     if cu_seqlens is None:
         return states
     empty = (jnp.diff(cu_seqlens) == 0).reshape(-1, *(1,) * (states.ndim - 1))
