@@ -83,6 +83,12 @@ def test_arguments_of_another_name(weights, argument, end):
         ragged_gated_delta_net(X, weights, CONFIG, empty_cache(CONFIG, 1), None, use_cache=True)
 
 
+def test_help_shows_the_types_of_what_a_layer_hands_on():
+    shown = inspect.signature(layers.rwkv7_attention)
+    assert shown.parameters["v_first"].annotation == jax.Array | None
+    assert shown.return_annotation == tuple[jax.Array, layers.Cache | None, jax.Array]
+
+
 def test_value_heads_of_kimi():
     """They may be left out, because every published model has as many of them as key heads."""
     assert layers.KimiDeltaAttentionConfig(D=8, H=2, K=4, V=6) == layers.KimiDeltaAttentionConfig(8, 2, 2, 4, 6)

@@ -318,10 +318,13 @@ class Definition(Generic[Config, Weights]):
         # Without the names that the function only refuses.
         known = [x for x in inspect.signature(function).parameters.values() if x.kind != x.VAR_KEYWORD]
         if self.hands_on is not None and prefix in ("", "ragged_"):
-            known.append(inspect.Parameter(self.hands_on, inspect.Parameter.KEYWORD_ONLY, default=None))
+            kind = jax.Array | None
+            known.append(
+                inspect.Parameter(self.hands_on, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            )
             results = types.GenericAlias(tuple, (*typing.get_args(function.__annotations__["return"]), jax.Array))
-            function.__annotations__ |= {self.hands_on: jax.Array | None, "return": results}
-        function.__signature__ = inspect.Signature(known)
+            function.__annotations__ |= {self.hands_on: kind, "return": results}
+        function.__signature__ = inspect.Signature(known, return_annotation=function.__annotations__["return"])
         return function
 
 
