@@ -31,6 +31,10 @@ GOOD: dict[str, Any] = dict(
             "`initial_state` must be None or an MlstmState (C, n, m); got an array float32 (2, 2, 8, 4).",
         ),
         (
+            dict(initial_state=[*STATE]),
+            "`initial_state` must be None or an MlstmState (C, n, m); got a list with arrays.",
+        ),
+        (
             dict(initial_state=STATE._replace(n=spec(2, 2, 4))),
             "`initial_state.n` must have shape [N, HV, K] = (2, 2, 8); got (2, 2, 4).",
         ),

@@ -145,6 +145,16 @@ def test_large_input_gates():
     assert_close("o", chunk_mlstm(**x)[0], definitions.reference(definitions.MLSTM, x)[0], AMPLIFIED["float32"])
 
 
+@pytest.mark.parametrize("size", [200.0, -200.0])
+def test_queries_of_zeros(size):
+    """Where e^-m is no number of float32, they read zeros, and gradients are finite."""
+    x = make(T=4)
+    x |= dict(q=jnp.zeros_like(x["q"]), i=jnp.full_like(x["i"], size))
+    o, pull = jax.vjp(lambda x: chunk_mlstm(**x, eps=0.0, implementation="xla")[0], x)
+    np.testing.assert_array_equal(o, 0.0)
+    assert all(np.isfinite(y).all() for y in jax.tree.leaves(pull(x["v"])))
+
+
 def test_stabilisers_need_no_gradient():
     """Without eps, a definition with gradients through the stabilisers has the same gradients."""
     x = make(T=20)

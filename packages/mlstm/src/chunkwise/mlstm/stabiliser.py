@@ -13,8 +13,8 @@ from chunkwise.shared.kernels import chunking
 from chunkwise.shared.kernels.spans import segment_tables
 from chunkwise.shared.plain import stream
 
-# The e^-m of any stabiliser above it is too small for float32 and for a divisor.
-_MOST = 80.0
+# A divisor is at least e to the minus this: its square is a number of float32, and no sum of terms near 1 is below it.
+_MOST = 40.0
 
 
 class Stabilised(NamedTuple):

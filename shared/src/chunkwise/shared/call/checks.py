@@ -176,7 +176,9 @@ def _is_array(value) -> bool:
 
 def shown(value) -> str:
     """Return a value as an error message shows it: an array, traced or not, by its type and shape."""
-    return f"an array {value.dtype} {tuple(value.shape)}" if _is_array(value) else repr(value)
+    if _is_array(value):
+        return f"an array {value.dtype} {tuple(value.shape)}"
+    return f"a {type(value).__name__} with arrays" if any(map(_is_array, jax.tree.leaves(value))) else repr(value)
 
 
 def when_built(value) -> str:
