@@ -34,13 +34,13 @@ class Kernel(NamedTuple):
         for name, count, _, _ in launches(gradients, x):
             assert count == B * HV // self.config(1).heads * (steps + self.more[name.split("_")[-2]])
 
-    def assert_values_and_gradients(self, x, normalise: bool) -> None:
-        """Compare three chunks of 16 a grid step with the float64 recurrence."""
+    def assert_values_and_gradients(self, x, normalise: bool, chunks: int = 3) -> None:
+        """Compare so many chunks of 16 a grid step with the float64 recurrence."""
         options = dict(
-            chunk_size=16, implementation="fused", config=self.config(3), use_qk_l2norm_in_kernel=normalise,
+            chunk_size=16, implementation="fused", config=self.config(chunks), use_qk_l2norm_in_kernel=normalise,
             output_final_state=True,
         )  # fmt: skip
-        self.assert_steps(lambda x: self.operator(**x, **options), x, -(-x["v"].shape[1] // (3 * 16)))
+        self.assert_steps(lambda x: self.operator(**x, **options), x, -(-x["v"].shape[1] // (chunks * 16)))
         assert_recurrence(self.operator, x, **options)
 
     def assert_rows_are_isolated(self, x) -> None:

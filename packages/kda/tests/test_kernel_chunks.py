@@ -7,7 +7,6 @@ from chunkwise.kda import Config, chunk_kda
 from chunkwise.kda.operator import OPERATOR
 from chunkwise.shared.testing.inputs import make_inputs
 from tests import pool_suite, several_chunks_suite
-from tests.recurrence import assert_recurrence
 
 THOROUGH = dict(
     test_segments=True,
@@ -38,7 +37,7 @@ def test_values_and_gradients(dtype, sizes, more):
 def test_long_rows():
     """The state goes through a chunk two grid steps after it is prepared, with rows after strong gates."""
     x = make_inputs(1, 310, 1, 2, 24, 40, dtype=jnp.bfloat16, num_states=1, per_channel=True, gate="resets")
-    assert_recurrence(LONG.run, x, chunks=2, output_final_state=True)
+    LONG.assert_values_and_gradients(x, normalise=False, chunks=2)
 
 
 @pytest.mark.parametrize(("kernel", "T"), [(KERNEL, 130), (LONG, 310)])
