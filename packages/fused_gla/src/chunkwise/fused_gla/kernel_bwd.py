@@ -199,7 +199,8 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     refs.states[first] = refs.h[...]
     recompute = functools.partial(_recompute_state, refs, s)
     chunk_loop.run_chunks(recompute, refs, span, s, first, end - 1)
-    chunk_loop.run_chunks(functools.partial(_chunk_gradients, refs, s), refs, span, s, first, end, backwards=True)
+    gradients = functools.partial(_chunk_gradients, refs, s)
+    chunk_loop.run_chunks(gradients, refs, span, s, *chunk_loop.chunk_range(span, s), backwards=True)
 
 
 def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
