@@ -38,16 +38,19 @@ def test_values_and_gradients(dtype, sizes, more):
     kernel.assert_values_and_gradients(x, normalise=not more.get("normalise", True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_in_turn(dtype):
-    """Two rows of ten chunks, two in a grid step: the forward, and the states by the inverses that it made."""
-    x = make_inputs(2, 160, 1, 2, 24, 40, dtype=jnp.dtype(dtype), num_states=2, gate="resets")
+@pytest.mark.parametrize(("dtype", "HV", "turns"), [("float32", 2, 2), ("bfloat16", 16, 3)])
+def test_chunks_in_turn(dtype, HV, turns):
+    """Two rows of five grid steps: the forward, and the states by the inverses that it made.
+
+    16 heads pass a chunk in two stages, so that turns overlap.
+    """
+    x = make_inputs(2, 80 * turns, 1, HV, 24, 40, dtype=jnp.dtype(dtype), num_states=2, gate="resets")
     call = lambda **x: chunk_gated_delta_rule(
-        **x, chunk_size=16, implementation="fused", config=Config(2, 2, turns=2), use_qk_l2norm_in_kernel=False
+        **x, chunk_size=16, implementation="fused", config=Config(HV, HV, turns=turns), use_qk_l2norm_in_kernel=False
     )
     gradients = jax.grad(lambda x: call(**x)[0].astype(jnp.float32).sum())
     counts = [(name.split("_")[-2], steps) for name, steps, _, _ in launches(gradients, x)]
-    assert counts == [("fwd", 2 * 6), ("states", 2 * 6), ("bwd", 2 * 10)]
+    assert counts == [("fwd", 2 * 6), ("states", 2 * 6), ("bwd", 2 * 5 * turns)]
     assert_recurrence(call, x, output_final_state=True)
 
 

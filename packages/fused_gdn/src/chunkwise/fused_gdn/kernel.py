@@ -9,7 +9,8 @@ D_ij = exp(G_i - G_j),
     o = scale e^G Q S + P U                       S' = e^G_last S + K^T e^(G_last - G) B U
 
 One grid step makes P of a chunk, and the part of A_inv that takes no products; the next grid step takes the state
-through the chunk. If an earlier launch over the same tokens has made A_inv, it is read.
+through the chunk. With several chunks a grid step, turns take the place of grid steps, and the end of each overlaps
+with the next one. If an earlier launch over the same tokens has made A_inv, it is read.
 
 With bfloat16 tensors, S is rounded to bfloat16 in its products, and only there. A_inv, P, R and U must not be rounded
 to 8 bits, because where keys repeat they oscillate, and sums over them cancel. They keep 16 bits, as two bfloat16
@@ -24,6 +25,7 @@ their results in that chunk, in all heads of the grid step, become NaN.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -72,6 +74,8 @@ class GdnFwdRefs(NamedTuple):
     scores: jax.Ref  # parts of P, [n, C, parts p C]
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
+    g_late: jax.Ref  # float32 [C, heads] of the chunk that the next grid step prepares first, whose keys are in k_prev
+    beta_late: jax.Ref  # float32 [C, heads] of the same chunk
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of k, g and beta of prev
     owner_prev: jax.Ref  # int32 [1, 1, p C]
 
@@ -100,35 +104,82 @@ _ENTRIES = "A_inv", "h", "A_inv_out", "start", "end", "k_prev", "q_prev", "score
 
 
 def _turns_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
-    """Do what `_fwd_kernel` does for every chunk of a grid step in turn; each prev is a grid step behind its cur."""
-    body = functools.partial(_grid_steps, static=static, s=s)
+    """Do what `_fwd_kernel` does for several chunks a grid step, in turns; each prev is a grid step behind its cur."""
+    body = functools.partial(_grid_turns, static=static, s=s)
     chunk_loop.run_forward_chunks(refs, body, static, stages=2, transposed=False)
 
 
-def _grid_steps(
+def _grid_turns(
     refs: GdnFwdRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
 ) -> None:
-    """Run both stages on their chunks, as `_grid_step` on those of one."""
-    for chunk, chunk_prev in zip(*of_stages, strict=True):
+    """Run a turn for every chunk of a grid step.
+
+    Each takes the state through a chunk, and prepares the one before it, whose arrays none of its stages reads, so that
+    they are stored at once. The first one prepares the last chunk of the grid step before, from scratch memory.
+    """
+    chunks, prevs = of_stages
+    each = []
+    for chunk in chunks:
         places = dict.fromkeys(_TOKENS, chunk.rows(s.C)) | dict.fromkeys(_ENTRIES, chunk.index)
         own = {name: getattr(refs, name).at[at] for name, at in places.items() if getattr(refs, name) is not None}
-        _grid_step(refs._replace(**own), chunk, chunk_prev, static, s)
+        each.append(refs._replace(**own))
+    *earlier, last = each
+    queries = None if last.q_prev is None else last.q_prev[...]
+    tokens = [(queries, last.k_prev[...], refs.g_late[...], refs.beta_late[...])]
+    tokens += [loads.load_chunk(x, chunk.valid, s, static)[:4] for x, chunk in zip(earlier, chunks, strict=False)]
+    afters, curs = [last._replace(k_prev=None, q_prev=None), *earlier], [chunks[-1], *chunks[:-1]]
+    turns = [_turn(*x, static, s) for x in zip(each, afters, tokens, curs, prevs, strict=True)]
+    # A turn begins when the state of the first heads is through the chunk of the turn before: after the round of the
+    # gates, one for each stage of heads, one that ends the inverse, and two that pass the first heads.
+    rounds, running = len(s.split(STAGE)) + 4, iter(())
+    for turn in turns:
+        for _ in itertools.islice(turn, rounds):
+            next(running, None)
+        running = turn
+    for _ in running:
+        pass
+    q, last.k_prev[...], refs.g_late[...], refs.beta_late[...], _ = loads.load_chunk(last, chunks[-1].valid, s, static)
+    if q is not None:
+        last.q_prev[...] = q
 
 
 def _grid_step(
     refs: GdnFwdRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads
 ) -> None:
-    """Run both stages of a grid step."""
-    q, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
+    """Run the turn of a grid step of one chunk."""
+    schedule.result(_turn(refs, refs, loads.load_chunk(refs, cur.valid, s, static)[:4], cur, prev, static, s))
+
+
+def _turn(
+    refs: GdnFwdRefs, after: GdnFwdRefs, tokens: Any, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk,
+    static: FusedStatic, s: tile.Heads,
+) -> Iterator[None]:  # fmt: skip
+    """Run both stages, and yield between rounds of them.
+
+    `after` are the Refs where the arrays of cur go; those of keys and queries are None if these are there already.
+    """
+    q, k, g, beta = tokens  # as `loads.load_chunk` returns them
     exact = k.dtype != jnp.bfloat16
     gates = tile.gate_sums(g, beta, s, exact, cur.masks)
+    yield
     stages, staged, state_reads = s.split(STAGE), [], {}
     # Nobody needs a state where only the inverses are requested, as by `jax.checkpoint` before a backward.
     needs_state = any(ref is not None for ref in (refs.o, refs.ht, refs.h, refs.v_new_over_beta))
 
+    def store(part: tile.Heads, values: dict[str, jax.Array]) -> None:
+        for name, x in values.items():
+            getattr(after, name)[part.packs_at] = x
+        for ref, x in ((after.k_prev, k), (after.q_prev, q)):
+            if ref is not None:
+                ref[part.keys_at] = x[part.keys_at]
+
     def prepare_heads(several: list[tile.Heads]) -> Iterator[None]:
         for part in several:
-            staged.append((part, prepare(refs, q, k, gates, part, cur.masks, static)))
+            values = prepare(refs, q, k, gates, part, cur.masks, static)
+            if after is refs:  # this turn reads there the arrays of prev
+                staged.append((part, values))
+            else:
+                store(part, values)
             yield
 
     def prepare_and_read(stage: tile.Heads) -> Iterator[None]:
@@ -155,6 +206,7 @@ def _grid_step(
         for _ in stages:
             A_inv = next(inverting, A_inv)
             next(preparing)
+            yield
         *_, A_inv = A_inv, *inverting
     else:
         A_inv = refs.A_inv[...]
@@ -163,19 +215,11 @@ def _grid_step(
         order = tuning.find_order("chunkwise.fused_gdn", "precomputed", (s.heads, s.C, s.K), "pm" * len(halves))
         schedule.interleave(order, p=passing, m=preparing)
     for remaining in (preparing, passing):
-        for _ in remaining:
-            pass
-
+        yield from remaining
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
-    # The next grid step reads these from scratch memory. They are stored last, because this grid step reads there the
-    # values of prev.
-    refs.k_prev[...] = k
-    if refs.q_prev is not None:
-        refs.q_prev[...] = q
     for part, values in staged:
-        for name, x in values.items():
-            getattr(refs, name)[part.packs_at] = x
+        store(part, values)
 
 
 def prepare(refs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> dict[str, jax.Array]:
@@ -284,6 +328,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     # The state, and the arrays that a grid step leaves for the next one.
     of_heads, of_keys = (*each, *matrix), pltpu.VMEM((*each, keys, s.C, s.K), dtype)
     scratch: dict[str, Any] = {"start": of_heads, "end": of_heads, "k_prev": of_keys}
+    if turns > 1:
+        scratch |= {"g_late": (s.C, s.heads), "beta_late": (s.C, s.heads)}
     if "ht" not in outputs:
         scratch["state"] = s.heads, s.K, s.V
     if multi_sequence:
