@@ -22,8 +22,8 @@ class Config:
       heads_bwd: the same for the backward, which holds more tiles at once.
       chunks: the most chunks of a grid step in lock-step, over rows that are one sequence, or of a piece of a packed
         sequence: see `tuning.piece_chunks`. Few heads leave units idle, and chunks fill them.
-      turns: the chunks that a grid step takes one after the other where `chunks` is 1, over rows that are one sequence
-        of whole grid steps. A grid step takes a time of its own, so fewer of them are faster.
+      turns: the chunks that a grid step takes where `chunks` is 1, each while the one before ends, over rows that are
+        one sequence of whole grid steps. A grid step takes a time of its own, so fewer of them are faster.
     """
 
     heads: int

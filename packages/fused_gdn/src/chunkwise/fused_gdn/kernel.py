@@ -37,7 +37,7 @@ from chunkwise.fused_gdn import config, loads, tile
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import interleaved, inverse, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
-from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
+from chunkwise.shared.kernels.spans.operands import ABSENT, FusedStatic, Operands
 
 # Heads that take the state through a chunk together. Products of such a stage hide the latency of other stages.
 STAGE = 8
@@ -127,7 +127,7 @@ def _grid_turns(
     queries = None if last.q_prev is None else last.q_prev[...]
     tokens = [(queries, last.k_prev[...], refs.g_late[...], refs.beta_late[...])]
     tokens += [loads.load_chunk(x, chunk.valid, s, static)[:4] for x, chunk in zip(earlier, chunks, strict=False)]
-    afters, curs = [last._replace(k_prev=None, q_prev=None), *earlier], [chunks[-1], *chunks[:-1]]
+    afters, curs = [last._replace(k_prev=ABSENT, q_prev=ABSENT), *earlier], [chunks[-1], *chunks[:-1]]
     turns = [_turn(*x, static, s) for x in zip(each, afters, tokens, curs, prevs, strict=True)]
     # A turn begins when the state of the first heads is through the chunk of the turn before: after the round of the
     # gates, one for each stage of heads, one that ends the inverse, and two that pass the first heads.
@@ -147,7 +147,9 @@ def _grid_step(
     refs: GdnFwdRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run the turn of a grid step of one chunk."""
-    schedule.result(_turn(refs, refs, loads.load_chunk(refs, cur.valid, s, static)[:4], cur, prev, static, s))
+    tokens = loads.load_chunk(refs, cur.valid, s, static)[:4]
+    for _ in _turn(refs, refs, tokens, cur, prev, static, s):
+        pass
 
 
 def _turn(
