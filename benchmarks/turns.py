@@ -126,8 +126,8 @@ def gla_runs(steps, block, C, kind, pieces):
 def turns_of(case: Layer) -> Turns:
     """Return how many steps of our kernels run each region, for a layer of one sequence and a launch of one row.
 
-    The kernels of gated linear attention loop as often as their tables say. The forwards that run the
-    kernels of KDA have a second path for rows after strong gates; it counts as not taken.
+    The kernels of gated linear attention loop as often as their tables say. The kernels of KDA have a second path for
+    rows after strong gates; it counts as not taken.
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
@@ -137,8 +137,13 @@ def turns_of(case: Layer) -> Turns:
         if case.table.delta and not has_second_path(case) and "_summary_" in launch:
             # A state begins and ends once.
             return loop.turns - 2, [1] * len(loop.regions)
-        if case.table.delta and not (loop.regions and has_second_path(case) and "_bwd_" not in launch):
+        if case.table.delta and not (loop.regions and has_second_path(case)):
             return None
+        if case.table.delta and found[1] == "bwd":
+            # The second path has regions of packs of heads inside; beside it the gradient of the state begins.
+            inside = lambda x: any(x is not y and y.start <= x.start and x.stop <= y.stop for y in loop.regions)
+            holds = lambda x: any(x is not y and x.start <= y.start and y.stop <= x.stop for y in loop.regions)
+            return loop.turns - 2, [0 if inside(x) or holds(x) else loop.turns - 2 for x in loop.regions]
         if case.table.delta:
             # Steps of one block of heads or of all blocks: both do where no step runs a region.
             return loop.turns - 2, [0] * len(loop.regions)

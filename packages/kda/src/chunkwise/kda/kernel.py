@@ -226,7 +226,9 @@ def prepare_exactly(refs: KdaFwdRefs, n: int, gates, betas, beta_rows, valid, ma
     `rounded_betas`; the other arguments are as in `prepare`.
     """
     C, p, packs = static.C, static.p, slice(n // static.p, n // static.p + 1)
-    beyond = loads.rows_beyond_base(refs.decays, range(n, n + p), static.K, C)  # [1, C, p C]
+    rows = [loads.rows_beyond_base(refs.decays, range(i, i + 1), static.K) for i in range(n, n + p)]  # each [C, 1]
+    # A kernel cannot concatenate masks, so numbers are concatenated.
+    beyond = packed.concat_lanes([jnp.broadcast_to(x.astype(jnp.float32), (1, C, C)) for x in rows])  # [1, C, p C]
     exact = dataclasses.replace(static, base=1)
     load_q, load_unit = by_head(refs, valid, exact)
     of_levels = refs._replace(levels=refs.exact_levels)
@@ -394,8 +396,7 @@ def plan(
     keys, share = static.key_blocks(heads)
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
-    # True with base blocks but without a promise that keeps gates above `LEAST_GATE`.
-    may_forget = base > 1 and static.backward_base == 1
+    may_forget = inverts and static.may_forget
     stages = count_stages(static)
     cur, second, prev = (chunk_loop.blocks(static, stage, stages) for stage in (0, 1, stages - 1))
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)

@@ -36,6 +36,7 @@ class KdaBwdRefs(NamedTuple):
     b: jax.Ref  # [C, heads K]
     w: jax.Ref  # [C, heads V]
     levels: jax.Ref  # int32 [2 C, C], `pair_table`
+    exact_levels: jax.Ref  # int32 [2 C, C], without base blocks
     owner: jax.Ref  # int32 [1, 1, C]
     h: jax.Ref  # [heads, V, K]
     v_new_over_beta: jax.Ref  # [C, heads V]
@@ -53,6 +54,8 @@ class KdaBwdRefs(NamedTuple):
     dlaw: jax.Ref  # [2, heads K]
     dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
     decays: jax.Ref  # of `loads.store_block_decays`
+    exact_decays: jax.Ref  # the same of a pack, without base blocks
+    beyond: jax.Ref  # float32 [heads, 4 C, K], of `gradients_beyond_base`
     continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
 
 
@@ -93,6 +96,7 @@ class Loaded(NamedTuple):
       rounding: the factor [heads, C] in the step sizes that makes up for the rounding of keys, or None.
       boundary: the result of `tile.boundary_tile`.
       do: [heads, C, V].
+      least: the result of `loads.store_block_decays`.
     """
 
     q: jax.Array
@@ -103,6 +107,7 @@ class Loaded(NamedTuple):
     rounding: jax.Array | None
     boundary: tuple
     do: jax.Array
+    least: jax.Array
 
     @property
     def e(self) -> jax.Array:
@@ -122,7 +127,7 @@ def load(refs: KdaBwdRefs, valid, masks, static: KdaStatic) -> Loaded:
     g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
     base, early = base_of(refs, static), static.erase_before_decay
     continuing = None if masks is None else refs.continuing
-    loads.store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early)
+    least = loads.store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early, zeroed=static.may_forget)
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
@@ -136,12 +141,12 @@ def load(refs: KdaBwdRefs, valid, masks, static: KdaStatic) -> Loaded:
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
     boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base, early), masks)
     erase = None if e is None and refs.b is None else erase
-    return Loaded(q, k, erase, beta, betas, rounding, boundary, do)
+    return Loaded(q, k, erase, beta, betas, rounding, boundary, do, least)
 
 
 def base_of(refs: KdaBwdRefs, static: KdaStatic) -> int:
     """Return the base of the decays: if only dh0 is requested, no decay between two rows of a chunk is needed."""
-    return 0 if refs.dq is None else static.backward_base
+    return 0 if refs.dq is None else static.base
 
 
 def _grid_step(refs: KdaBwdRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
@@ -154,8 +159,9 @@ def _grid_step(refs: KdaBwdRefs, chunk: stage_chunks.StageChunk, static: KdaStat
     if refs.dq is not None:
         v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=chunk.valid)  # [heads, C, V]
         residuals = refs.h[...], v_new_over_beta, scores
-        gradients = schedule.result(token_gradients(refs, x, residuals, of_values, dS, chunk.same, static))
-        store(refs, gradients, x.k, chunk, static)
+        found = schedule.result(token_gradients(refs, x, residuals, of_values, dS, chunk.same, static))
+        store(refs, found[0], x.k, chunk, static)
+        store_beyond_base(refs, x, *found, [(refs, chunk)], static)
 
 
 class Gradients(NamedTuple):
@@ -187,8 +193,10 @@ class Gradients(NamedTuple):
 
 def token_gradients(
     refs: KdaBwdRefs, x: Loaded, residuals, of_values, dS, same, static: KdaStatic
-) -> Generator[None, None, Gradients]:
-    """Return the gradients of tokens; a generator that yields where other products may stand.
+) -> Generator[None, None, tuple[Gradients, jax.Array]]:
+    """Return the gradients of tokens, and d_scores; a generator that yields where other products may stand.
+
+    The gradients lack the pairs of rows that base blocks cannot have.
 
     Args:
       refs: the Refs of the kernel, of which `decays` and `levels` are read.
@@ -212,35 +220,105 @@ def token_gradients(
     # The products of the levels are made pack by pack.
     by_pack = []
     for n in range(0, heads, p):
-        pack, d_pack = slice(n, n + p), d_scores[n // p : n // p + 1]  # [1, 2 C, p C]
-        decays = loads.load_decays(refs.decays, range(n, n + p), K, static.backward_base, early)
-        tensors = x.q[pack], x.e[pack], x.k[pack]
-        by_pack.append(tile_bwd.interaction_bwd_tile(*tensors, decays, refs.levels[...], d_pack, p, dtype))
+        factors = tile.level_factors(loads.load_decays(refs.decays, range(n, n + p), K, static.base, early))
+        by_pack.append(_of_pack(x, n, factors, refs.levels[...], d_scores, dtype, static))
         yield
     *by_pack, of_pairs = zip(*by_pack, strict=True)
     # [heads, 2 C, K], [heads, C, K] and [heads, C, K] or None
     d_rows, d_columns, terms = (None if y[0] is None else jnp.concatenate(y) for y in by_pack)
     dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(x.q, x.erase, x.k, d_rows, d_columns, of_state, terms)
-    dg = tile_bwd.gate_gradients(later, earlier, of_pairs, same, dtype)  # [C, heads K]
-    return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta)
+    dg = tile_bwd.gate_gradients(later, earlier, same, dtype)  # [C, heads K]
+    dg = dg if of_pairs[0] is None else dg + jnp.concatenate(of_pairs, axis=1)
+    return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta), d_scores
+
+
+def _of_pack(x: Loaded, n: int, factors, levels, d_scores, dtype, static: KdaStatic):
+    """Return the result of `tile_bwd.interaction_bwd_tile` for the pack of heads that begins with n."""
+    pack, d_pack = slice(n, n + static.p), d_scores[n // static.p : n // static.p + 1]  # [1, 2 C, p C]
+    by_level, early = tile_bwd.sums_by_level(static.base, dtype), static.erase_before_decay
+    tensors = x.q[pack], x.e[pack], x.k[pack]
+    return tile_bwd.interaction_bwd_tile(*tensors, factors, levels, d_pack, static.p, dtype, by_level, early)
+
+
+def store_beyond_base(refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, chunks: list, static: KdaStatic) -> None:
+    """Add the pairs of rows that base blocks cannot have, if there are any, to the gradients that `store` has stored.
+
+    Such rows are rare, and products for every level are too expensive to be made in every grid step. This stands behind
+    everything else in a grid step, because the compiler moves no operation across a branch.
+
+    Args:
+      refs, static: as in `token_gradients`.
+      x, first, d_scores: the tokens and the results of `token_gradients`.
+      chunks: for every chunk of x, its Refs and its `StageChunk`.
+    """
+    if refs.exact_levels is None:
+        return
+    heads, K = static.config.heads_bwd, static.K
+
+    @pl.when(jnp.min(functools.reduce(jnp.minimum, list(x.least))) < jnp.float32(tile.LEAST_FACTOR))
+    def _():
+        found = gradients_beyond_base(refs, x, first, d_scores, chunks[0][1].same, static)
+        for i, (view, chunk) in enumerate(chunks):
+            at = slice(i * heads, (i + 1) * heads)
+            both = found.of_heads(at, K), first.of_heads(at, K)
+            store_interaction(view, both[0], x.k[at], chunk, static, before=both[1])
+
+
+def gradients_beyond_base(refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, same, static: KdaStatic) -> Gradients:
+    """Return gradients with the pairs of rows that base blocks cannot have, by a product for every level.
+
+    The arguments are as in `store_beyond_base`. Of other rows nothing is added to their queries.
+    """
+    heads, C, K, p, early, dtype = len(x.k), static.C, static.K, static.p, static.erase_before_decay, refs.do.dtype
+
+    def of_pack(n: int) -> None:
+        pack = range(n, n + p)
+        g = loads.kept_gates(refs.decays, pack, K)
+        loads.store_block_decays(refs.exact_decays, g, 1, in_nats=False, erase_before_decay=early)
+        exact = loads.load_decays(refs.exact_decays, range(p), K, 1, early)
+        factors = tile_bwd.factors_beyond_base(exact, loads.load_decays(refs.decays, pack, K, static.base, early))
+        found = _of_pack(x, n, factors, refs.exact_levels[...], d_scores, dtype, static)
+        refs.beyond[n : n + p] = packed.concat_rows(found[:3])
+
+    refs.beyond[...] = jnp.zeros(refs.beyond.shape, jnp.float32)
+    for n in range(0, heads, p):
+        pl.when(loads.beyond_base(refs.decays, range(n, n + p), K))(functools.partial(of_pack, n))
+    dq, de, dk, terms = (refs.beyond[:heads, i * C : (i + 1) * C] for i in range(4))
+    dg = first.dg + tile_bwd.gate_gradients(terms, None, same, dtype)
+    if first.de is None:
+        return first._replace(dq=first.dq + dq, dk=first.dk + (dk + de), dg=dg)
+    return first._replace(dq=first.dq + dq, de=first.de + de, dk=first.dk + dk, dg=dg)
 
 
 def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Store the gradients of the tokens of a chunk, whose keys are k [heads, C, K] float32."""
-    heads, C, K, valid = static.config.heads_bwd, static.C, static.K, chunk.valid
-    # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
-    # the last token.
+    valid, dv = chunk.valid, x.dv
     stored = valid if static.varlen else None
-    dv, dk, dg = x.dv, x.dk, x.dg
     if refs.w is not None:
         v, w = (layout.load_heads(ref, static.V, valid=valid).astype(jnp.float32) for ref in (refs.v, refs.w))
         layout.store_heads(refs.dw, v * dv, stored)
         dv = w * dv
     layout.store_heads(refs.dv, dv, stored)
     if refs.dbeta is not None:
-        _store_in_lanes(refs.dbeta, x.dbeta, chunk.span, stored, C)
+        _store_in_lanes(refs.dbeta, x.dbeta, chunk.span, stored, static.C)
+    store_interaction(refs, x, k, chunk, static)
+
+
+def store_interaction(
+    refs: KdaBwdRefs, x: Gradients, k, chunk: stage_chunks.StageChunk, static: KdaStatic, before: Gradients | None = None
+) -> None:
+    """Store the gradients of queries, keys and gates of a chunk, as `store` does.
+
+    Gradients `before` are stored already. Then queries get other gradients only in rows that base blocks cannot have:
+    no bit of other rows may depend on later gates.
+    """
+    heads, C, K, valid = static.config.heads_bwd, static.C, static.K, chunk.valid
+    # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
+    # the last token.
+    stored = valid if static.varlen else None
+    dk, dg = x.dk, x.dg
     if refs.law is not None:
-        dg = through_law(refs, valid, dg, static)
+        dg = through_law(refs, valid, dg, static, None if before is None else before.dg)
     elif chunk.masks is not None:  # padding's gates get gradients only from the passing state
         dg = jnp.where(valid, dg, 0.0)
     if static.per_channel:
@@ -252,8 +330,11 @@ def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.Stag
         # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
         layout.store_heads(refs.db, k * x.de, stored)
         dk = dk + loads.load_erase_gates(refs, valid, static) * x.de
-    gradients = [(refs.dq, refs.q, static.scale * x.dq), (refs.dk, refs.k, dk)]
-    for ref, source, d in gradients + ([] if refs.e is None else [(refs.de, refs.e, x.de)]):
+    gradients = [(refs.dk, refs.k, dk, stored), *([] if refs.e is None else [(refs.de, refs.e, x.de, stored)])]
+    if before is not None:
+        beyond = loads.rows_beyond_base(refs.decays, range(heads), K)  # [C, 1]
+        stored = beyond if stored is None else stored & beyond
+    for ref, source, d, stored in [(refs.dq, refs.q, static.scale * x.dq, stored), *gradients]:
         d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
         if static.normalise:
             d = tiles.l2norm_gradient(layout.load_heads(source, K, valid=valid), d)
@@ -265,15 +346,21 @@ def _store_in_lanes(ref, x, span: chunk_spans.Span, stored, C: int) -> None:
     ref[...] = x if stored is None else jnp.where(span.columns(C), x, ref[...])
 
 
-def through_law(refs: KdaBwdRefs, valid, dg, static: KdaStatic):
-    """Return the gradient of raw gates for the gradient dg [C, heads K] of decays; add to dA_log and ddt_bias."""
+def through_law(refs: KdaBwdRefs, valid, dg, static: KdaStatic, before=None):
+    """Return the gradient of raw gates for the gradient dg [C, heads K] of decays; add to dA_log and ddt_bias.
+
+    A gradient `before` is in dA_log and ddt_bias already.
+    """
     A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
     assert static.gate_law is not None
-    each = static.gate_law.gradient(refs.g[...].astype(jnp.float32), A_log, dt_bias, dg)  # [C, heads K]
+    gradient = functools.partial(static.gate_law.gradient, refs.g[...].astype(jnp.float32), A_log, dt_bias)
     # Raw gates of rows that are not valid may be anything, and zero times NaN is NaN.
-    dx, dA = each if valid is None else (jnp.where(valid, x, 0.0) for x in each)
+    select = lambda x: x if valid is None else jnp.where(valid, x, 0.0)
+    found = dx, dA = [select(x) for x in gradient(dg)]  # each [C, heads K]
+    if before is not None:
+        dx, dA = [select(x) for x in gradient(dg - before)]
     refs.dlaw[...] += jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (dA, dx)])
-    return dx
+    return found[0]
 
 
 def not_finite(refs: KdaBwdRefs, static: KdaStatic) -> jax.Array:
@@ -310,9 +397,13 @@ def plan(
     # If a block of heads is a part of a group of value heads, it writes a partial sum over the group, beside the sums
     # of other blocks.
     d_keys = cut.tokens(keys * K), (*x.q.shape[:2], blocks * keys * K), x.q.dtype if share == 1 else jnp.float32
-    base = static.backward_base if of_tokens else 0
+    base, may_forget = (static.base, static.may_forget) if of_tokens else (0, False)
     early = static.erase_before_decay
-    scratch: dict[str, Any] = {"decays": loads.decays_scratch(static.chunks * heads, C, K, base, early)}
+    levels = lambda base: jnp.asarray(tile_bwd.pair_table(C, base, early))
+    decays = functools.partial(loads.decays_scratch, C=C, K=K, base=1 if may_forget else base, erase_before_decay=early)
+    scratch: dict[str, Any] = {"decays": decays(static.chunks * heads)}
+    if may_forget:
+        scratch |= {"exact_decays": decays(p), "beyond": (static.chunks * heads, 4 * C, K)}
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:
@@ -326,7 +417,8 @@ def plan(
         grid=(B, blocks, static.spans),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile_bwd.pair_table(C, base, early)) if base else None, windows.along((2 * C, C))),
+            "levels": (levels(base) if base else None, windows.along((2 * C, C))),
+            "exact_levels": (levels(1) if may_forget else None, windows.along((2 * C, C))),
             "q": (x.q, key),
             "k": (x.k, key),
             "g": (g, gate),

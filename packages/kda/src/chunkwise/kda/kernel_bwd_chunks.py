@@ -6,7 +6,7 @@ them. Both are computed for a group of chunks at once, as if they were more head
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +76,7 @@ def _grid_step(
     refs: kernel_bwd.KdaBwdRefs, chunks: list[stage_chunks.StageChunk], static: KdaStatic
 ) -> list[stage_chunks.StageChunk]:
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
-    views, groups = loads.of_chunks(refs, static, static.config.heads_bwd), []
+    views, groups, finished = loads.of_chunks(refs, static, static.config.heads_bwd), [], []
     # Every chunk has masks of its own.
     size = max(1, GROUP // static.config.heads_bwd) if chunks[0].masks is None else 1
 
@@ -95,7 +95,7 @@ def _grid_step(
         for group in groups:
             while len(group.passed) < len(group.chunks):
                 yield
-            yield from _finish(group, static)
+            finished.append((yield from _finish(group, static)))
 
     stages = dict(m=prepare(), p=pass_chunks(), f=finish() if refs.dq is not None else iter(()))
     # The next group is prepared while the gradient of the state goes back through a group.
@@ -103,6 +103,9 @@ def _grid_step(
     schedule.interleave("m" + each * -(-static.chunks // size), **stages)
     for _ in stages["f"]:
         pass
+    for group, found in zip(groups, finished):  # no group is finished if only dh0 is requested
+        chunks_of_group = list(zip(group.views, group.chunks, strict=True))
+        kernel_bwd.store_beyond_base(group.refs, group.x, *found, chunks_of_group, static)
     return [x for group in groups for x in group.chunks]
 
 
@@ -139,17 +142,18 @@ def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[No
     yield
 
 
-def _finish(group: KdaGroup, static: KdaStatic) -> Iterator[None]:
-    """Store the gradients of the tokens of a group."""
+def _finish(group: KdaGroup, static: KdaStatic) -> Generator[None, None, tuple]:
+    """Store the gradients of the tokens of a group, and return the results of `kernel_bwd.token_gradients`."""
     dS, *of_values = _joined(group.passed)
     each = zip(group.views, group.chunks, strict=True)
     v_new_over_beta = [layout.load_heads(view.v_new_over_beta, static.V, valid=x.valid) for view, x in each]
     residuals = stage_chunks.load_each(group.refs.h, group.chunks), _joined(v_new_over_beta), group.scores
-    gradients = yield from kernel_bwd.token_gradients(
+    found = yield from kernel_bwd.token_gradients(
         group.refs, group.x, residuals, of_values, dS, group.chunks[0].same, static
     )
     heads = static.config.heads_bwd
     for i, (view, chunk) in enumerate(zip(group.views, group.chunks, strict=True)):
         at = slice(i * heads, (i + 1) * heads)
-        kernel_bwd.store(view, gradients.of_heads(at, static.K), group.x.k[at], chunk, static)
+        kernel_bwd.store(view, found[0].of_heads(at, static.K), group.x.k[at], chunk, static)
     yield
+    return found

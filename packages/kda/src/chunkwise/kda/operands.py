@@ -36,12 +36,17 @@ class KdaStatic(operands.FusedStatic):
 
     Attributes:
       gate_law: the law of raw gates, or None.
-      base: rows of the diagonal blocks that one product covers, in the forward.
-      backward_base: the same for the backward, where gradients of strong gates are as small as their decays.
+      base: rows of the diagonal blocks that one product covers.
+      bounded: whether a promise keeps gates weak enough for base blocks in all rows.
       erase_before_decay: whether erase keys read the state before the decay of their token.
     """
 
     gate_law: gate_activation.Law | None = None
     base: int = 1
-    backward_base: int = 1
+    bounded: bool = False
     erase_before_decay: bool = False
+
+    @property
+    def may_forget(self) -> bool:
+        """Whether there may be rows that base blocks cannot have."""
+        return self.base > 1 and not self.bounded

@@ -68,7 +68,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps), varlen=varlen, config=options.config,
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.min_gate, _dtype(x)),
-        backward_base=tile.base_block(options.min_gate, jnp.float32),
+        bounded=tile.base_block(options.min_gate, jnp.float32) > 1,
         gate_law=options.activation.law, per_channel=x.g.ndim == 4, erase_before_decay=options.erase_before_decay,
     )  # fmt: skip
 

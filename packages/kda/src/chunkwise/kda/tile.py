@@ -30,6 +30,9 @@ ANCHOR = 2.0**72
 LEAST_GATE = -24.0
 # A row whose factor is below this for any channel goes by levels: the inverse of the factor may overflow.
 LEAST_FACTOR = 2.0**-96
+# In a backward whose gates have no bound the factors of a first row are 2^32 and 2^-32, and no factor is beyond these,
+# so that products of small gradients do not underflow. Rows whose factor would be less go by levels, for this channel.
+NEAR_ANCHOR = 2.0**32
 
 
 def base_block(min_gate: float | None, dtype) -> int:
@@ -112,7 +115,9 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     return [*levels, start, end]
 
 
-def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None) -> list[list[jax.Array]]:
+def base_factors(
+    g: list[jax.Array], continuing: list[jax.Array] | None, zeroed: bool = False
+) -> list[list[jax.Array]]:
     """Return the factors of rows and of columns in blocks of 8 rows, given and returned row by row.
 
     The factors of a row have no gate of a later row, so that no bit of a result depends on later tokens. Those of the
@@ -122,8 +127,10 @@ def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None) -> list
       g: the gates.
       continuing: as in `block_decays`. A row that does not continue starts like the first row of the block: factors
         count only gates of their row's sequence, so that no sequence changes the rounding of another.
+      zeroed: whether rows beyond `NEAR_ANCHOR` have zeros, as rows and as columns.
     """
-    zero, row_0, column_0 = (jnp.full_like(g[0], x) for x in (0.0, ANCHOR, 1 / ANCHOR))
+    anchor = NEAR_ANCHOR if zeroed else ANCHOR
+    zero, row_0, column_0 = (jnp.full_like(g[0], x) for x in (0.0, anchor, 1 / anchor))
     rows, columns = [row_0], [column_0]
     total, row, column = zero, row_0, column_0  # the gates after a row before, and the factors of that row
     for i in range(1, SUBLANES):
@@ -135,12 +142,16 @@ def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None) -> list
             total, row, column = (jnp.where(continuing[i] > 0.0, *pair) for pair in pairs)
         rows.append(row * jnp.exp2(total))
         columns.append(column * jnp.exp2(-total))
+        if zeroed:
+            beyond = rows[-1] < jnp.float32(1 / anchor)
+            rows[-1], columns[-1] = (jnp.where(beyond, 0.0, x[-1]) for x in (rows, columns))
     return [rows, columns]
 
 
 def block_decays(
-    g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None, erase_before_decay: bool = False
-) -> list[list[jax.Array]]:
+    g: list[jax.Array], base: int, continuing: list[jax.Array] | None = None, erase_before_decay: bool = False,
+    zeroed: bool = False,
+) -> list[list[jax.Array]]:  # fmt: skip
     """Return the decays in blocks of 8 rows from gates to base 2, row by row.
 
     Sums of gates have one sign, so nothing cancels; None is the sum of no gates. With a base of 0, only the decays from
@@ -152,12 +163,13 @@ def block_decays(
       base: the rows of base blocks.
       continuing: 1 for a row of the same sequence as the row before it, else 0; None if all rows are of one sequence.
       erase_before_decay: whether erase keys read the state before the decay of their token.
+      zeroed: as in `base_factors`.
     """
     join = lambda x, y: y if x is None else x if y is None else x + y
     *sums, start, end = join_blocks(g, [None] * len(g), join, lambda x: x)
     sums = [start, end] if base != 1 else [*sums, start, end]
     one = jnp.ones_like(g[0])
-    decays = base_factors(g, continuing) if base > 1 else []
+    decays = base_factors(g, continuing, zeroed) if base > 1 else []
     decays += [[one if x is None else jnp.exp2(x) for x in each] for each in sums]
     if erase_before_decay:
         of_rows = [x for i, x in enumerate(decays[:-1]) if base <= 1 or i != 1]

@@ -54,25 +54,40 @@ def unpacked(x, p: int):
     return transposed.reshape(x.shape[0] * p, -1, x.shape[1])
 
 
-def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, dtype):
+def factors_beyond_base(exact: tile.ChannelDecays, decays: tile.ChannelDecays):
+    """Yield the `tile.level_factors` of the levels inside base blocks, with zeros in rows that base blocks have.
+
+    Args:
+      exact: the decays without base blocks.
+      decays: the decays with base blocks, whose factors are zero in rows that base blocks cannot have.
+    """
+    in_base = packed.concat_rows(decays.rows(lambda x: x.base[0]))  # [h, 2 C, K]
+    for index, b, by_column, by_row in tile.level_factors(exact):
+        if b is None:
+            yield index, b, by_column, jnp.where(in_base > 0.0, 0.0, by_row)
+
+
+def interaction_bwd_tile(q, e, k, factors, table, d, p: int, dtype, by_level: bool, erase_before_decay: bool):
     """Return the gradients through `tile.interaction_tile`.
 
     Only pairs i > j count. The diagonal has no gate; with it, a gate's gradient would have a term as a row and the
     same, negative, as a column.
 
     Args:
-      q, e, k, decays, dtype: as in `tile.interaction_tile`.
+      q, e, k, dtype: as in `tile.interaction_tile`.
+      factors: the results of `tile.level_factors`.
       table: `pair_table`.
       d: packed gradients [n, 2 C, p C] of the scores of queries above the scores of keys.
       p: heads of a pack.
+      by_level: the result of `sums_by_level`.
+      erase_before_decay: whether erase keys read the state before the decay of their token.
 
     Returns:
       The gradients of the rows [h, 2 C, K], and of k as columns [h, C, K]; and for the gates the terms of all pairs
-      [h, C, K], a part of `later` in `chunk_bwd_tile`, or with `sums_by_level` the gradients through pairs [C, h K].
+      [h, C, K], a part of `later` in `chunk_bwd_tile`, or with `by_level` the gradients through pairs [C, h K].
       The other one is None.
     """
-    operand, crossing = matmul.operand_dtype(dtype), []
-    by_level, early = sums_by_level(decays, dtype), decays.erased is not None
+    operand, crossing, early = matmul.operand_dtype(dtype), [], erase_before_decay
     # A term has both factors as the products have them, rounded: so a pair has one term, as a row and as a column.
     rounded = lambda x: x.astype(operand).astype(jnp.float32)
     stacked, transposed = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
@@ -81,7 +96,7 @@ def interaction_bwd_tile(q, e, k, decays: tile.ChannelDecays, table, d, p: int, 
     split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
     terms = None if by_level else jnp.zeros_like(k)
-    for index, b, by_column, by_row in tile.level_factors(decays):
+    for index, b, by_column, by_row in factors:
         if b is None:  # all rows and columns take part, and the table selects pairs
             rows, columns = stacked * by_row, k * by_column  # [h, 2 C, K], [h, C, K]
             all_rows, all_columns = rows, columns
@@ -135,7 +150,7 @@ def _add_terms(terms, of_rows, of_columns, b, erase_before_decay: bool):
     return tile.join_halves(left - of_columns, right + of_rows, b)
 
 
-def sums_by_level(decays: tile.ChannelDecays, dtype) -> bool:
+def sums_by_level(base: int, dtype) -> bool:
     """Return whether gates get their gradients level by level, from the pairs around them alone.
 
     As a sum over all pairs whose row is not before the gate, less a sum over all pairs whose column is not before it,
@@ -143,7 +158,7 @@ def sums_by_level(decays: tile.ChannelDecays, dtype) -> bool:
     sums, which is far below that of bfloat16 tensors, and in float32 may exceed the gradient of a strong gate. The sums
     by level take more time, so they are for tensors whose products keep float32, and for gates without a bound.
     """
-    return decays.base is None and matmul.operand_dtype(dtype) == jnp.float32
+    return base == 1 and matmul.operand_dtype(dtype) == jnp.float32
 
 
 def _level_terms(of_rows, of_columns, index: int, erase_before_decay: bool):
@@ -304,13 +319,12 @@ def sum_over_rows(terms, dtype):
     return matmul.dot(collect, jnp.concatenate(by_part)[None])[0]
 
 
-def gate_gradients(later, earlier, of_pairs, same, dtype):
+def gate_gradients(later, earlier, same, dtype):
     """Return the gradient of the gates, [C, heads K], from `later` and `earlier` of `chunk_bwd_tile`.
 
     Terms of one sequence in gradients of another sequence's gates would add up to zero, but for rounding; `same` leaves
-    them out. `of_pairs` are the gradients from `interaction_bwd_tile` of every pack of heads.
+    them out. `earlier` may be None.
     """
     gate, row = tiles.row_index(later.shape[1]), tiles.column_index(later.shape[1])
     masks = [x if same is None else x & same for x in (gate <= row, gate > row)]
-    dg = sum_over_rows(list(zip(masks, (later, earlier), strict=True)), dtype)
-    return dg if of_pairs[0] is None else dg + jnp.concatenate(of_pairs, axis=1)
+    return sum_over_rows([x for x in zip(masks, (later, earlier), strict=True) if x[1] is not None], dtype)
