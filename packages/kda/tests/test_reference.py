@@ -151,6 +151,16 @@ def test_gradients_of_strong_raw_gates(dtype, strength, limit):
     )  # fmt: skip
 
 
+def test_gradients_of_small_cotangents():
+    """No factor of a product is so small that gradients of 1e-15 underflow beside it."""
+    x, options = inputs_of(*CHUNKS_OF_16, dtype=jnp.bfloat16), dict(chunk_size=16, implementation="fused")
+    loss = lambda x, size: jnp.sum(chunk_kda(**x, **options)[0].astype(jnp.float32)) * size
+    gradients = jax.jit(jax.grad(loss))
+    plain, small = (gradients(x, jnp.float32(size)) for size in (1.0, 2.0**-50))
+    for name, d in small.items():
+        assert_close(name, d.astype(jnp.float32) * 2.0**50, plain[name].astype(jnp.float32), FLOAT32_ROUNDING)
+
+
 # Plain JAX computes in float32 whatever the types are.
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [("xla", jnp.float32), ("fused", jnp.float32), ("fused", jnp.bfloat16)]

@@ -30,9 +30,10 @@ ANCHOR = 2.0**72
 LEAST_GATE = -24.0
 # A row whose factor is below this for any channel goes by levels: the inverse of the factor may overflow.
 LEAST_FACTOR = 2.0**-96
-# In a backward whose gates have no bound the factors of a first row are 2^32 and 2^-32, and no factor is beyond these,
-# so that products of small gradients do not underflow. Rows whose factor would be less go by levels, for this channel.
-NEAR_ANCHOR = 2.0**32
+# In a backward whose gates have no bound the factors of a first row are 2^48 and 2^-48, and no factor is beyond these,
+# so that products of small gradients do not underflow. Where the factor of a row would be less, the pairs of the row go
+# by levels, for this channel alone: no sum of a backward is over channels.
+NEAR_ANCHOR = 2.0**48
 
 
 def base_block(min_gate: float | None, dtype) -> int:
@@ -127,7 +128,7 @@ def base_factors(
       g: the gates.
       continuing: as in `block_decays`. A row that does not continue starts like the first row of the block: factors
         count only gates of their row's sequence, so that no sequence changes the rounding of another.
-      zeroed: whether rows beyond `NEAR_ANCHOR` have zeros, as rows and as columns.
+      zeroed: whether `NEAR_ANCHOR` is the anchor, and the factors beyond it are zeros: of a row, and of its column.
     """
     anchor = NEAR_ANCHOR if zeroed else ANCHOR
     zero, row_0, column_0 = (jnp.full_like(g[0], x) for x in (0.0, anchor, 1 / anchor))

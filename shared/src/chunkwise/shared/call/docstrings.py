@@ -38,9 +38,10 @@ Args:
   output_final_state: return the state after every sequence; static.
   use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6), in float32; static.
   min_gate: a promise that no g is below it, in nats; None or a number, static. It changes no gate. A lower_bound (see
-    below) is such a promise too. If the promise is -16.6 or more, one matrix product takes the place of three: in the
-    backward, and in the forward unless all tensors are bfloat16. The result is the same as long as entries of q and k
-    stay below 2^31, because they are multiplied by factors of up to 2^96. "staged" makes no use of it.
+    below) is such a promise too. If the promise is -16.6 or more, one matrix product takes the place of three
+    everywhere; otherwise only if all tensors are bfloat16, for rows whose gates are weak enough. The result is the same
+    as long as entries of q and k stay below 2^31, because they are multiplied by factors of up to 2^96. "staged" makes
+    no use of it.
   use_gate_in_kernel: g is a raw gate; a law makes the log decay of it in float32: -exp(A_log) softplus(g + dt_bias) or,
     if a lower_bound is given, lower_bound * sigmoid(exp(A_log) (g + dt_bias)). True, or the name of this law,
     "softplus" or "sigmoid"; static.
