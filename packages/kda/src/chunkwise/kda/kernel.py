@@ -226,9 +226,7 @@ def prepare_exactly(refs: KdaFwdRefs, n: int, gates, betas, beta_rows, valid, ma
     `rounded_betas`; the other arguments are as in `prepare`.
     """
     C, p, packs = static.C, static.p, slice(n // static.p, n // static.p + 1)
-    rows = [loads.rows_beyond_base(refs.decays, range(i, i + 1), static.K) for i in range(n, n + p)]  # each [C, 1]
-    # A kernel cannot concatenate masks, so numbers are concatenated.
-    beyond = packed.concat_lanes([jnp.broadcast_to(x.astype(jnp.float32), (1, C, C)) for x in rows])  # [1, C, p C]
+    beyond = loads.rows_beyond_base(refs.decays, range(n, n + p), static.K, C)  # [1, C, p C]
     exact = dataclasses.replace(static, base=1)
     load_q, load_unit = by_head(refs, valid, exact)
     of_levels = refs._replace(levels=refs.exact_levels)

@@ -107,7 +107,7 @@ class Loaded(NamedTuple):
     rounding: jax.Array | None
     boundary: tuple
     do: jax.Array
-    least: jax.Array
+    least: jax.Array | None
 
     @property
     def e(self) -> jax.Array:
@@ -127,7 +127,9 @@ def load(refs: KdaBwdRefs, valid, masks, static: KdaStatic) -> Loaded:
     g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
     base, early = base_of(refs, static), static.erase_before_decay
     continuing = None if masks is None else refs.continuing
-    least = loads.store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early, zeroed=static.may_forget)
+    least = loads.store_block_decays(
+        refs.decays, g, base, continuing, erase_before_decay=early, zeroed=static.may_forget
+    )
     by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
@@ -264,7 +266,9 @@ def store_beyond_base(refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, c
             store_interaction(view, both[0], x.k[at], chunk, static, before=both[1])
 
 
-def gradients_beyond_base(refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, same, static: KdaStatic) -> Gradients:
+def gradients_beyond_base(
+    refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, same, static: KdaStatic
+) -> Gradients:
     """Return gradients with the pairs of rows that base blocks cannot have, by a product for every level.
 
     The arguments are as in `store_beyond_base`. Of other rows nothing is added to their queries.
@@ -305,8 +309,9 @@ def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.Stag
 
 
 def store_interaction(
-    refs: KdaBwdRefs, x: Gradients, k, chunk: stage_chunks.StageChunk, static: KdaStatic, before: Gradients | None = None
-) -> None:
+    refs: KdaBwdRefs, x: Gradients, k, chunk: stage_chunks.StageChunk, static: KdaStatic,
+    before: Gradients | None = None,
+) -> None:  # fmt: skip
     """Store the gradients of queries, keys and gates of a chunk, as `store` does.
 
     Gradients `before` are stored already. Then queries get other gradients only in rows that base blocks cannot have:
@@ -332,7 +337,8 @@ def store_interaction(
         dk = dk + loads.load_erase_gates(refs, valid, static) * x.de
     gradients = [(refs.dk, refs.k, dk, stored), *([] if refs.e is None else [(refs.de, refs.e, x.de, stored)])]
     if before is not None:
-        beyond = loads.rows_beyond_base(refs.decays, range(heads), K)  # [C, 1]
+        beyond = loads.rows_beyond_base(refs.decays, range(heads), K, C)[0]  # [C, heads C]
+        beyond = jnp.max(beyond, axis=1, keepdims=True) > 0.0  # [C, 1], rows of some head
         stored = beyond if stored is None else stored & beyond
     for ref, source, d, stored in [(refs.dq, refs.q, static.scale * x.dq, stored), *gradients]:
         d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]

@@ -29,31 +29,31 @@ def decays_scratch(heads: int, C: int, K: int, base: int, erase_before_decay: bo
 def store_block_decays(
     ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True, erase_before_decay: bool = False,
     zeroed: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array | None:  # fmt: skip
     """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
 
-    `continuing` is a Ref [C, 128] of `tile.continuing`, or None. A Ref of more entries than there are decays keeps the
-    gates, to base 2, in the last one.
+    `continuing` is a Ref [C, 128] of `tile.continuing`, or None. With `zeroed`, rows that base blocks cannot have get
+    zeros, and the last entry of the Ref keeps the gates, for these rows.
 
     To compute inside of blocks of 8 rows, one register has the first rows of 8 blocks, another the second rows, and so
     on. Loads with a stride from ref [n, heads K / 128, C, 128] fetch such registers, and stores with a stride put them
     back.
 
     Returns:
-      For every tile, the least of its first decays, [heads K / 128, C / 8, 128]: with base blocks, of factors of rows.
+      With `zeroed`, the least factors of rows in base blocks, [heads K / 128, C / 8, 128]; otherwise None.
     """
-    least = []
+    least, place = [], ref.shape[0] - 1 if zeroed else 0
     continuing = None if continuing is None else layout.load_every(continuing, tile.SUBLANES)  # each [C / 8, 128]
     for n in range(g.shape[1] // packed.LANES):
         each = g[:, n * packed.LANES : (n + 1) * packed.LANES]  # [C, 128]
-        ref[ref.shape[0] - 1, first + n] = each * tiles.LOG2_E if in_nats else each
-        gates = layout.load_every(ref.at[ref.shape[0] - 1, first + n], tile.SUBLANES)
+        ref[place, first + n] = each * tiles.LOG2_E if in_nats else each
+        gates = layout.load_every(ref.at[place, first + n], tile.SUBLANES)
         for i, x in enumerate(tile.block_decays(gates, base, continuing, erase_before_decay, zeroed)):
             layout.store_every(ref.at[i, first + n], x)
-            if i == 0:
+            if zeroed and i == 0:
                 # Without new sequences in a block, the factor of its last row is the least one.
                 least.append(x[-1] if continuing is None else functools.reduce(jnp.minimum, x))
-    return jnp.stack(least)
+    return jnp.stack(least) if zeroed else None
 
 
 def load_decays(ref, heads: range, K: int, base: int, erase_before_decay: bool) -> tile.ChannelDecays:
@@ -74,21 +74,22 @@ def kept_gates(ref, heads: range, K: int) -> jax.Array:
 
 def beyond_base(ref, heads: range, K: int) -> jax.Array:
     """Return whether base blocks cannot have some row of the heads, from scratch memory that has their factors."""
-    each, C = K // packed.LANES, ref.shape[2]
-    # One register is left before the compiler reduces inside of a register.
-    least = functools.reduce(jnp.minimum, [ref[0, n] for n in range(heads.start * each, heads.stop * each)])  # [C, 128]
-    least = functools.reduce(jnp.minimum, [least[i : i + tile.SUBLANES] for i in range(0, C, tile.SUBLANES)])
-    return jnp.min(least) < jnp.float32(tile.LEAST_FACTOR)
+    each = K // packed.LANES
+    return jnp.min(ref[0, heads.start * each : heads.stop * each]) < jnp.float32(tile.LEAST_FACTOR)
 
 
-def rows_beyond_base(ref, heads: range, K: int) -> jax.Array:
-    """Return which rows of some head base blocks cannot have, bool [C, 1].
+def rows_beyond_base(ref, pack: range, K: int, C: int) -> jax.Array:
+    """Return which rows of a pack base blocks cannot have, as 1 and 0, float32 [1, C, p C].
 
     Of a block these are all rows from some row on, because gates are at most 0.
     """
-    each = K // packed.LANES
-    least = functools.reduce(jnp.minimum, [ref[0, n] for n in range(heads.start * each, heads.stop * each)])  # [C, 128]
-    return jnp.min(least, axis=1, keepdims=True) < jnp.float32(tile.LEAST_FACTOR)
+    each, rows = K // packed.LANES, []
+    for n in pack:
+        least = functools.reduce(jnp.minimum, [ref[0, n * each + m] for m in range(each)])  # [C, 128]
+        least = jnp.min(least, axis=1, keepdims=True)[None]  # [1, C, 1]
+        beyond = jnp.where(least < jnp.float32(tile.LEAST_FACTOR), jnp.float32(1.0), jnp.float32(0.0))
+        rows.append(jnp.broadcast_to(beyond, (1, C, C)))
+    return packed.concat_lanes(rows)
 
 
 def of_chunks(refs, static: KdaStatic, heads: int) -> list:

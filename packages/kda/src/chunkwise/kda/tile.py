@@ -116,9 +116,7 @@ def join_blocks(start: list, end: list, join, total) -> list[list]:
     return [*levels, start, end]
 
 
-def base_factors(
-    g: list[jax.Array], continuing: list[jax.Array] | None, zeroed: bool = False
-) -> list[list[jax.Array]]:
+def base_factors(g: list[jax.Array], continuing: list[jax.Array] | None, zeroed: bool = False) -> list[list[jax.Array]]:
     """Return the factors of rows and of columns in blocks of 8 rows, given and returned row by row.
 
     The factors of a row have no gate of a later row, so that no bit of a result depends on later tokens. Those of the
