@@ -139,7 +139,7 @@ def turns_of(case: Layer) -> Turns:
             return loop.turns - 2, [1] * len(loop.regions)
         if case.table.delta and not (loop.regions and has_second_path(case)):
             return None
-        if case.table.delta and found[1] == "bwd":
+        if case.table.delta and "_bwd_" in launch:
             # The second path has regions of packs of heads inside; beside it the gradient of the state begins.
             inside = lambda x: any(x is not y and y.start <= x.start and x.stop <= y.stop for y in loop.regions)
             holds = lambda x: any(x is not y and x.start <= y.start and y.stop <= x.stop for y in loop.regions)

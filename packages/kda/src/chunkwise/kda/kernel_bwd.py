@@ -335,16 +335,17 @@ def store_interaction(
         # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
         layout.store_heads(refs.db, k * x.de, stored)
         dk = dk + loads.load_erase_gates(refs, valid, static) * x.de
-    gradients = [(refs.dk, refs.k, dk, stored), *([] if refs.e is None else [(refs.de, refs.e, x.de, stored)])]
+    rows = stored
     if before is not None:
         beyond = loads.rows_beyond_base(refs.decays, range(heads), K, C)[0]  # [C, heads C]
         beyond = jnp.max(beyond, axis=1, keepdims=True) > 0.0  # [C, 1], rows of some head
-        stored = beyond if stored is None else stored & beyond
-    for ref, source, d, stored in [(refs.dq, refs.q, static.scale * x.dq, stored), *gradients]:
+        rows = beyond if stored is None else stored & beyond
+    gradients = [(refs.dq, refs.q, static.scale * x.dq, rows), (refs.dk, refs.k, dk, stored)]
+    for ref, source, d, at in gradients + ([] if refs.e is None else [(refs.de, refs.e, x.de, stored)]):
         d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
         if static.normalise:
             d = tiles.l2norm_gradient(layout.load_heads(source, K, valid=valid), d)
-        layout.store_heads(ref, d, stored)
+        layout.store_heads(ref, d, at)
 
 
 def _store_in_lanes(ref, x, span: chunk_spans.Span, stored, C: int) -> None:

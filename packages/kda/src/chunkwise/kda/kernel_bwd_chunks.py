@@ -95,7 +95,7 @@ def _grid_step(
         for group in groups:
             while len(group.passed) < len(group.chunks):
                 yield
-            finished.append((yield from _finish(group, static)))
+            finished.append((group, (yield from _finish(group, static))))
 
     stages = dict(m=prepare(), p=pass_chunks(), f=finish() if refs.dq is not None else iter(()))
     # The next group is prepared while the gradient of the state goes back through a group.
@@ -103,9 +103,10 @@ def _grid_step(
     schedule.interleave("m" + each * -(-static.chunks // size), **stages)
     for _ in stages["f"]:
         pass
-    for group, found in zip(groups, finished):  # no group is finished if only dh0 is requested
-        chunks_of_group = list(zip(group.views, group.chunks, strict=True))
-        kernel_bwd.store_beyond_base(group.refs, group.x, *found, chunks_of_group, static)
+    for group, found in finished:
+        kernel_bwd.store_beyond_base(
+            group.refs, group.x, *found, list(zip(group.views, group.chunks, strict=True)), static
+        )
     return [x for group in groups for x in group.chunks]
 
 
