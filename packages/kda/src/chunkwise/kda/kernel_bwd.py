@@ -1,6 +1,7 @@
 """The backward of Kimi delta attention in one launch, spans in reverse: loads and stores, kernel body, launcher.
 
-The mathematics is in tile_bwd.py.
+The mathematics is in tile_bwd.py. Where gates are too strong for base blocks, a second path behind everything else in a
+grid step adds what is missing.
 """
 
 import functools
@@ -107,7 +108,7 @@ class Loaded(NamedTuple):
     rounding: jax.Array | None
     boundary: tuple
     do: jax.Array
-    least: jax.Array | None
+    least: Any
 
     @property
     def e(self) -> jax.Array:
