@@ -33,8 +33,10 @@ THOROUGH = dict(
     test_chunk_sizes_agree=True,
     test_the_step_that_is_measured=True,
     test_traced_scale=lambda implementation: implementation == "xla",
-    # The file of raw gates has gradients in bfloat16.
-    test_gradients=lambda implementation, dtype: implementation == "xla" or dtype == jnp.bfloat16,
+    # The file of raw gates has gradients in bfloat16, but of gates that one product of 8 rows holds.
+    test_gradients=lambda implementation, gate, dtype: (
+        implementation == "xla" or (dtype == jnp.bfloat16 and gate != "strong")
+    ),
     test_gradients_of_other_types=True,
     test_gradients_of_strong_raw_gates=lambda dtype, strength: dtype == jnp.bfloat16 and strength == 30,
     test_min_gate_changes_nothing=True,
