@@ -61,7 +61,7 @@ def factors_beyond_base(exact: tile.ChannelDecays, decays: tile.ChannelDecays):
       exact: the decays without base blocks.
       decays: the decays with base blocks, whose factors are zero in rows that base blocks cannot have.
     """
-    in_base = packed.concat_rows(decays.rows(lambda x: x.base[0]))  # [h, 2 C, K]
+    in_base = packed.concat_rows([x.base[0] for x in decays.readers])  # [h, 2 C, K]
     for index, b, by_column, by_row in tile.level_factors(exact):
         if b is None:
             yield index, b, by_column, jnp.where(in_base > 0.0, 0.0, by_row)
