@@ -45,6 +45,17 @@ def named(weights: Any) -> dict[str, Any]:
     return found
 
 
+def _projections(config: layers.LayerConfig) -> list[str]:
+    """Return the names of the matrices of products with hidden states: those that decay, and factors of low rank."""
+    definition = sharding.LAYERS[type(config)]
+    split, decays = definition.weights(**definition.split(config)), named(layers.decayed(config))
+    factor = lambda name, letters: len(letters) == 2 and name not in split._fields
+    return [
+        name for name, letters in named(split).items()
+        if not name.startswith("conv") and (decays[name] or factor(name, letters))
+    ]  # fmt: skip
+
+
 class _Layer(nnx.Module):
     """A layer as a module, with its weights and, for decoding, its cache.
 
@@ -96,8 +107,7 @@ class _Layer(nnx.Module):
 
     def _read_projection(self, name: str) -> Any:
         """Return a weight, and a projection as a function."""
-        decays = named(layers.decayed(self.config))
-        projections = [each for each, flag in decays.items() if flag and not each.startswith("conv")]
+        projections = _projections(self.config)
         return quantized.Projection(self, name, projections) if name in projections else self._read(name)
 
     def _with_weights(self, read: Callable[[str], Any]) -> Any:
