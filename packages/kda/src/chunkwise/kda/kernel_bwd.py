@@ -87,74 +87,9 @@ def clear_sums(refs: KdaBwdRefs) -> None:
         pl.when(pl.program_id(2) == 0)(functools.partial(layout.clear, refs.dlaw))
 
 
-class Loaded(NamedTuple):
-    """What the backward makes of the tokens of a chunk alone; of several chunks, their heads follow one another.
-
-    Attributes:
-      q, k: [heads, C, K] float32, q scaled.
-      erase: erase keys [heads, C, K] float32; None where keys erase.
-      beta, betas: step sizes [heads, C, 1], and as rows [heads, C].
-      rounding: the factor [heads, C] in the step sizes that makes up for the rounding of keys, or None.
-      boundary: the result of `tile.boundary_tile`.
-      do: [heads, C, V].
-      least: the result of `loads.store_block_decays`.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    erase: jax.Array | None
-    beta: jax.Array
-    betas: jax.Array
-    rounding: jax.Array | None
-    boundary: tuple
-    do: jax.Array
-    least: Any
-
-    @property
-    def e(self) -> jax.Array:
-        """Erase keys, which may be the keys."""
-        return self.k if self.erase is None else self.erase
-
-
-def load(refs: KdaBwdRefs, valid, masks, static: KdaStatic) -> Loaded:
-    """Load the tokens of a chunk, and store its decays in scratch memory; `valid` and `masks` as in `StageChunk`."""
-    heads = static.config.heads_bwd
-    if masks is not None:
-        loads.store_continuing(refs.continuing, masks)
-    q = loads.load_keys(refs.q, valid, static)  # [key heads, C, K]
-    k, e, factor = loads.load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
-    gates, betas = loads.load_gates(refs, valid, static)  # [C, heads K], [heads, C]
-    group, rounding = min(static.group, heads), None
-    g = gates if refs.law is None else loads.decays_of(gates, refs, valid, static)
-    base, early = base_of(refs, static), static.erase_before_decay
-    continuing = None if masks is None else refs.continuing
-    least = loads.store_block_decays(
-        refs.decays, g, base, continuing, erase_before_decay=early, zeroed=static.may_forget
-    )
-    by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
-    q, k = (by_value_head(x) for x in (q * static.scale, k))
-    e = None if e is None else by_value_head(e)
-    erase = loads.gated_keys(refs, k, e, valid, static)
-    if factor is not None:
-        factor = by_value_head(factor)  # [heads, C, 1]
-        factor = factor if refs.b is None else factor * loads.gated_rounding(k, erase)
-        rounding = loads.rows_of_heads([*factor])  # [heads, C]
-        betas = betas * rounding
-    do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
-    beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
-    boundary = tile.boundary_tile(loads.load_decays(refs.decays, range(heads), static.K, base, early), masks)
-    erase = None if e is None and refs.b is None else erase
-    return Loaded(q, k, erase, beta, betas, rounding, boundary, do, least)
-
-
-def base_of(refs: KdaBwdRefs, static: KdaStatic) -> int:
-    """Return the base of the decays: if only dh0 is requested, no decay between two rows of a chunk is needed."""
-    return 0 if refs.dq is None else static.base
-
-
 def _grid_step(refs: KdaBwdRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Run a grid step."""
-    x, dtype = load(refs, chunk.valid, chunk.masks, static), refs.do.dtype
+    x, dtype = loads.load_chunk(refs, chunk.valid, chunk.masks, static), refs.do.dtype
     A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
     of_outputs = tile_bwd.through_outputs(scores, x.do, dtype)
     of_values = schedule.result(tile_bwd.back_to_values(x.k, x.beta, x.boundary, A_inv, of_outputs, dS, dtype))
@@ -195,7 +130,7 @@ class Gradients(NamedTuple):
 
 
 def token_gradients(
-    refs: KdaBwdRefs, x: Loaded, residuals, of_values, dS, same, static: KdaStatic
+    refs: KdaBwdRefs, x: loads.Loaded, residuals, of_values, dS, same, static: KdaStatic
 ) -> Generator[None, None, tuple[Gradients, jax.Array]]:
     """Return the gradients of tokens, and d_scores; a generator that yields where other products may stand.
 
@@ -235,7 +170,7 @@ def token_gradients(
     return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta), d_scores
 
 
-def _of_pack(x: Loaded, n: int, factors, levels, d_scores, dtype, static: KdaStatic):
+def _of_pack(x: loads.Loaded, n: int, factors, levels, d_scores, dtype, static: KdaStatic):
     """Return the result of `tile_bwd.interaction_bwd_tile` for the pack of heads that begins with n."""
     pack, d_pack = slice(n, n + static.p), d_scores[n // static.p : n // static.p + 1]  # [1, 2 C, p C]
     by_level, early = tile_bwd.sums_by_level(static.base, dtype), static.erase_before_decay
@@ -243,7 +178,9 @@ def _of_pack(x: Loaded, n: int, factors, levels, d_scores, dtype, static: KdaSta
     return tile_bwd.interaction_bwd_tile(*tensors, factors, levels, d_pack, static.p, dtype, by_level, early)
 
 
-def store_beyond_base(refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, chunks: list, static: KdaStatic) -> None:
+def store_beyond_base(
+    refs: KdaBwdRefs, x: loads.Loaded, first: Gradients, d_scores, chunks: list, static: KdaStatic
+) -> None:
     """Add the pairs of rows that base blocks cannot have, if there are any, to the gradients that `store` has stored.
 
     Such rows are rare, and products for every level are too expensive to be made in every grid step. This stands behind
@@ -268,7 +205,7 @@ def store_beyond_base(refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, c
 
 
 def gradients_beyond_base(
-    refs: KdaBwdRefs, x: Loaded, first: Gradients, d_scores, same, static: KdaStatic
+    refs: KdaBwdRefs, x: loads.Loaded, first: Gradients, d_scores, same, static: KdaStatic
 ) -> Gradients:
     """Return gradients with the pairs of rows that base blocks cannot have, by a product for every level.
 

@@ -39,7 +39,7 @@ class KdaGroup(NamedTuple):
     chunks: list[stage_chunks.StageChunk]
     views: list[kernel_bwd.KdaBwdRefs]
     refs: kernel_bwd.KdaBwdRefs
-    x: kernel_bwd.Loaded
+    x: loads.Loaded
     A_inv: jax.Array
     scores: jax.Array
     of_outputs: jax.Array
@@ -118,7 +118,7 @@ def _joined(trees: list) -> Any:
 def _prepare(refs, chunks: list[stage_chunks.StageChunk], views: list, static: KdaStatic) -> KdaGroup:
     """Return a group of chunks with what needs no state."""
     x = _joined(
-        [kernel_bwd.load(view, chunk.valid, chunk.masks, static) for view, chunk in zip(views, chunks, strict=True)]
+        [loads.load_chunk(view, chunk.valid, chunk.masks, static) for view, chunk in zip(views, chunks, strict=True)]
     )
     A_inv, scores = (stage_chunks.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
     each = static.config.heads_bwd * static.K // packed.LANES

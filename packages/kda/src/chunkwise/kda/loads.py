@@ -5,7 +5,7 @@ decays. Decays between the rows of a chunk are kept in scratch memory.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +239,66 @@ def tokens_not_finite(refs, static: KdaStatic) -> jax.Array:
 def values_not_finite(refs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
     return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))
+
+
+def base_of(refs, static: KdaStatic) -> int:
+    """Return the base of the decays: if only dh0 is requested, no decay between two rows of a chunk is needed."""
+    return 0 if refs.dq is None else static.base
+
+
+class Loaded(NamedTuple):
+    """What the backward makes of the tokens of a chunk alone; of several chunks, their heads follow one another.
+
+    Attributes:
+      q, k: [heads, C, K] float32, q scaled.
+      erase: erase keys [heads, C, K] float32; None where keys erase.
+      beta, betas: step sizes [heads, C, 1], and as rows [heads, C].
+      rounding: the factor [heads, C] in the step sizes that makes up for the rounding of keys, or None.
+      boundary: the result of `tile.boundary_tile`.
+      do: [heads, C, V].
+      least: the result of `store_block_decays`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    erase: jax.Array | None
+    beta: jax.Array
+    betas: jax.Array
+    rounding: jax.Array | None
+    boundary: tuple
+    do: jax.Array
+    least: Any
+
+    @property
+    def e(self) -> jax.Array:
+        """Erase keys, which may be the keys."""
+        return self.k if self.erase is None else self.erase
+
+
+def load_chunk(refs, valid, masks, static: KdaStatic) -> Loaded:
+    """Load the tokens of a chunk, and store its decays in scratch memory; `valid` and `masks` as in `StageChunk`."""
+    heads = static.config.heads_bwd
+    if masks is not None:
+        store_continuing(refs.continuing, masks)
+    q = load_keys(refs.q, valid, static)  # [key heads, C, K]
+    k, e, factor = load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
+    gates, betas = load_gates(refs, valid, static)  # [C, heads K], [heads, C]
+    group, rounding = min(static.group, heads), None
+    g = gates if refs.law is None else decays_of(gates, refs, valid, static)
+    base, early = base_of(refs, static), static.erase_before_decay
+    continuing = None if masks is None else refs.continuing
+    least = store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early, zeroed=static.may_forget)
+    by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
+    q, k = (by_value_head(x) for x in (q * static.scale, k))
+    e = None if e is None else by_value_head(e)
+    erase = gated_keys(refs, k, e, valid, static)
+    if factor is not None:
+        factor = by_value_head(factor)  # [heads, C, 1]
+        factor = factor if refs.b is None else factor * gated_rounding(k, erase)
+        rounding = rows_of_heads([*factor])  # [heads, C]
+        betas = betas * rounding
+    do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
+    beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
+    boundary = tile.boundary_tile(load_decays(refs.decays, range(heads), static.K, base, early), masks)
+    erase = None if e is None and refs.b is None else erase
+    return Loaded(q, k, erase, beta, betas, rounding, boundary, do, least)

@@ -73,8 +73,7 @@ def check_inputs(
     - gates above 0, such as a decay from 0 to 1 where its log belongs,
     - gates that fall from token to token in every sequence, as their cumulative sums do,
     - gates below `min_gate`, as logs to base 2 are if the gates of the model have a bound,
-    - step sizes and erase gates out of their range, or of which the sigmoid is taken twice, and keys so long that the
-      recurrence of a delta rule diverges,
+    - step sizes and erase gates out of their range, or after two sigmoids, and keys so long that a delta rule diverges,
     - boundaries that fall, pass the end or stop short of it, and rows that are padded with segment ids of 0.
 
     Padding may hold anything. Outside of jit an error names the first fault. Inside of jit nothing can be raised,
