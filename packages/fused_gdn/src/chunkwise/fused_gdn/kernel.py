@@ -132,12 +132,13 @@ def _grid_turns(
     # A turn begins when the state of the first heads is through the chunk of the turn before: after the round of the
     # gates, one for each stage of heads, one that ends the inverse, and two that pass the first heads.
     rounds, running = len(s.split(STAGE)) + 4, iter(())
-    for turn in turns:
+    for turn in (*turns, iter(())):
         for _ in itertools.islice(turn, rounds):
             next(running, None)
+        # Every round of a turn must run, also where it has more of them than overlap.
+        for _ in running:
+            pass
         running = turn
-    for _ in running:
-        pass
     q, last.k_prev[...], refs.g_late[...], refs.beta_late[...], _ = loads.load_chunk(last, chunks[-1].valid, s, static)
     if q is not None:
         last.q_prev[...] = q
