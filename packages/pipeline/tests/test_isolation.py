@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED
 from tests.poison import assert_operator_isolated
 
 # Every package tests the implementations that it has itself; the chains of stages are the pipeline's own. A chunk of a
@@ -21,6 +21,6 @@ THOROUGH = dict(test_sequences_are_isolated=True)
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_sequences_are_isolated(operator, of):
     """Three sequences share the first chunk of the pack; the third goes on into the second chunk."""
-    make = functools.partial(operator_inputs, operator, H=1, HV=1, K=8, V=8)
+    make = functools.partial(operator.source.inputs, H=1, HV=1, K=8, V=8)
     options = {"use_qk_l2norm_in_kernel": True} if operator.delta else {}
     assert_operator_isolated(operator.function, make, of, (4, 0, 5, 8), implementation="staged", **options)

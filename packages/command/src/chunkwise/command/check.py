@@ -21,8 +21,6 @@ ON_TPU = cases.Case(T=200, H=2, HV=4, K=128, V=128), (1, 0, 77, 0, 114)
 ELSEWHERE = cases.Case(T=100, HV=2, K=64, V=64, chunk_size=32), (1, 0, 37, 0, 56)
 INTERPRETED = cases.Case(T=20, HV=2, K=8, V=16, chunk_size=16), (1, 0, 17, 0)
 DTYPES = ("float32", "bfloat16")
-# What operators that share inputs and results have in common.
-Source = operators.Recurrence | operators.Composition
 
 
 class Row(NamedTuple):
@@ -168,7 +166,7 @@ def _arguments(inputs: Callable[[cases.Case], dict], case: cases.Case) -> dict[s
 
 
 @functools.cache
-def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
+def _inputs(source: operators.Source, case: cases.Case, states: bool) -> dict[str, Any]:
     """Return the inputs of an operator, the same arrays for all operators that take the same arguments."""
     N = case.B if case.lengths is None else len(case.lengths)
     return source.inputs(
@@ -178,7 +176,7 @@ def _inputs(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
 
 
 @functools.cache
-def _cotangents(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
+def _cotangents(source: operators.Source, case: cases.Case, states: bool) -> dict[str, Any]:
     """Return seeded cotangents of the results: zeros for outputs without a derivative."""
     x, rng = _inputs(source, case, states), np.random.default_rng(1)
     do = rng.standard_normal((case.B, case.T, case.HV, case.V))
@@ -192,7 +190,7 @@ def _cotangents(source: Source, case: cases.Case, states: bool) -> dict[str, Any
 
 
 @functools.cache
-def _exact(source: Source, case: cases.Case, states: bool) -> dict[str, Any]:
+def _exact(source: operators.Source, case: cases.Case, states: bool) -> dict[str, Any]:
     """Return the results of an operator and all gradients in float64."""
     x = _inputs(source, case, states)
     cotangents = _cotangents(source, case, states)

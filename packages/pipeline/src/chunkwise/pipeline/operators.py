@@ -24,53 +24,23 @@ from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurre
 from chunkwise.two_keys import cost as two_keys_cost
 
 
-class Recurrence(NamedTuple):
-    """What an operator of `OPERATORS` is made of, as in its `Entry`: its inputs, and its recurrence in float64."""
-
-    delta: bool
-    gates: str
-    erase: str | None
-    # All outputs have a derivative.
-    smooth = None
-
-    def inputs(self, *sizes: int, **options) -> dict[str, jax.Array]:
-        """Return seeded inputs of B, T, H, HV, K, V by name."""
-        return inputs_of(*self, *sizes, **options)
-
-    def reference(self, x: dict, **options) -> tuple:
-        """Return o, the final states, and with cotangents the gradients, in float64."""
-        return oracle.reference(**x, **options)
-
-    def tolerance(self, name: str, dtype: str) -> float:
-        """Return the tolerance of a result or, named with a leading d, a gradient."""
-        return compare.tolerance(name, dtype)
-
-
-class Composition(NamedTuple):
-    """The same of an operator that runs another one.
+class Source(NamedTuple):
+    """Where the inputs and the exact results of an operator come from, the same for operators that share them.
 
     Attributes:
-      definition: its definition.
-      make: the maker of its inputs.
-      static: static arguments.
+      inputs: from B, T, H, HV, K, V to seeded inputs by name.
+      reference: from inputs by name to o, the final states, and with cotangents the gradients, in float64.
+      static: static arguments that the inputs go with.
       gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
       smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
         where all have one.
     """
 
-    definition: definitions.TokenRule
-    make: Callable[..., dict[str, Any]]
+    inputs: Callable[..., dict[str, Any]]
+    reference: Callable[..., tuple]
     static: tuple[tuple[str, Any], ...] = ()
     gradients: tuple[tuple[str, float], ...] = ()
     smooth: Callable[..., np.ndarray] | None = None
-
-    def inputs(self, *sizes: int, **options) -> dict[str, Any]:
-        """Return seeded inputs of B, T, H, HV, K, V by name."""
-        return self.make(*sizes, **options)
-
-    def reference(self, x: dict, **options) -> tuple:
-        """Return o, the final states, and with cotangents the gradients, in float64."""
-        return definitions.reference(self.definition, x, **options)
 
     def tolerance(self, name: str, dtype: str) -> float:
         """Return the tolerance of a result or, named with a leading d, a gradient."""
@@ -89,7 +59,7 @@ class Entry:
       cost: its package's `cost`, a function of the sizes; None for the recurrent forms.
       erase: "gate" for a delta rule with erase and write gates b and w, "key" for a delta rule with erase keys p, and
         None otherwise.
-      composition: its definition, if it runs another operator over other tokens; None otherwise.
+      composition: its source, if it runs another operator over other tokens; None otherwise.
     """
 
     function: Callable
@@ -98,17 +68,17 @@ class Entry:
     implementations: tuple[str, ...]
     cost: Callable[..., pl.CostEstimate] | None = None
     erase: str | None = None
-    composition: Composition | None = None
+    composition: Source | None = None
 
     @property
-    def source(self) -> Recurrence | Composition:
-        """Return its inputs and its definition in float64, the same for operators that share them."""
-        return self.composition or Recurrence(self.delta, self.gates, self.erase)
+    def source(self) -> Source:
+        """Its inputs and its exact results."""
+        return self.composition or _recurrence(self.delta, self.gates, self.erase)
 
     @property
     def static(self) -> Mapping[str, Any]:
-        """Return the static arguments that its inputs go with."""
-        return {} if self.composition is None else dict(self.composition.static)
+        """The static arguments that its inputs go with."""
+        return dict(self.source.static)
 
     @property
     def name(self) -> str:
@@ -124,6 +94,28 @@ class Entry:
     def per_channel(self) -> bool:
         """Whether it has a gate for every channel of the key."""
         return self.gates == "channel"
+
+
+@functools.cache
+def _recurrence(delta: bool, gates: str, erase: str | None) -> Source:
+    """Return the source of an operator that is a recurrence of its own, one object for all with these attributes.
+
+    The inputs are those of `make_inputs` without arrays that it does not take. An operator with constant gates gets
+    constant gates beside the gates of the tokens.
+    """
+
+    def make(*sizes: int, **options) -> dict[str, jax.Array]:
+        x = inputs.make_inputs(*sizes, per_channel=gates == "channel", erase=erase, **options)
+        if not delta:
+            del x["beta"]
+        if gates == "constant":
+            x["g_gamma"] = -jnp.geomspace(0.01, 1.0, x["v"].shape[2], dtype=jnp.float32)
+        return x
+
+    def define(x: dict[str, jax.Array], **options) -> tuple:
+        return oracle.reference(**x, **options)
+
+    return Source(make, define)
 
 
 def _of_tokens(cost: Callable[..., pl.CostEstimate], n: int) -> Callable[..., pl.CostEstimate]:
@@ -157,11 +149,15 @@ OPERATORS = {
     )
 }
 
-_PRODUCT = Composition(definitions.GATED_DELTA_PRODUCT, inputs.make_product_inputs, (("num_householder", 2),))
-_DPLR = Composition(definitions.DPLR_DELTA_RULE, inputs.make_dplr_inputs)
-_MLSTM = Composition(
-    definitions.MLSTM,
+_PRODUCT = Source(
+    inputs.make_product_inputs,
+    functools.partial(definitions.reference, definitions.GATED_DELTA_PRODUCT),
+    (("num_householder", 2),),
+)
+_DPLR = Source(inputs.make_dplr_inputs, functools.partial(definitions.reference, definitions.DPLR_DELTA_RULE))
+_MLSTM = Source(
     _mlstm_inputs,
+    functools.partial(definitions.reference, definitions.MLSTM),
     gradients=tuple(compare.AMPLIFIED.items()),
     smooth=definitions.has_mlstm_gradient,
 )
@@ -181,21 +177,3 @@ COMPOSED = {
 
 CHUNKED = tuple(operator for operator in OPERATORS.values() if operator.chunked)
 RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.chunked)
-
-
-def operator_inputs(operator: Entry, *sizes: int, **options) -> dict[str, jax.Array]:
-    """Return seeded inputs of an operator by name: the result of `make_inputs` without arrays that it does not take.
-
-    An operator with constant gates gets constant gates beside the gates of the tokens.
-    """
-    return inputs_of(operator.delta, operator.gates, operator.erase, *sizes, **options)
-
-
-def inputs_of(delta: bool, gates: str, erase: str | None, *sizes: int, **options) -> dict[str, jax.Array]:
-    """Return the inputs that all operators with these attributes take."""
-    x = inputs.make_inputs(*sizes, per_channel=gates == "channel", erase=erase, **options)
-    if not delta:
-        del x["beta"]
-    if gates == "constant":
-        x["g_gamma"] = -jnp.geomspace(0.01, 1.0, x["v"].shape[2], dtype=jnp.float32)
-    return x
