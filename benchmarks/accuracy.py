@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.kernels.matmul import dot, dot_nt, dot_tn
 from chunkwise.shared.testing.compare import error
 from chunkwise.shared.testing.oracle import reference
@@ -71,7 +71,7 @@ def chunked(q, k, v, g, beta=None, *, scores, inverse=None):
 def inputs(operator: str, strength: float, repeated: float, beta, dtype, T: int, K: int) -> dict:
     """Return inputs with this mean strength of gates, in nats a token, and the same key on a share of the tokens."""
     gate = f"logsigmoid*{strength / _MEAN}" if strength else "zero"
-    x = operator_inputs(OPERATORS[f"chunk_{operator}"], 1, T, 1, 1, K, K, dtype=dtype, beta=beta, gate=gate)
+    x = OPERATORS[f"chunk_{operator}"].source.inputs(1, T, 1, 1, K, K, dtype=dtype, beta=beta, gate=gate)
     x.pop("g_gamma", None)
     same = np.random.default_rng(3).random(T) < repeated
     x["k"] = jnp.where(same[None, :, None, None], x["k"][:, :1], x["k"])

@@ -64,10 +64,10 @@ def assert_split(
     def programs(x, *cotangents):
         (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x)), x)
         want = results(pull, o, states, cotangents)
-        found = implementations.map_states(*given(x | dict(initial_state=jnp.zeros_like(S))))
-        (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x), found.precomputed), x)
-        mapped = found.states + jnp.matmul(found.M, x["initial_state"], precision="highest")
-        dh0 = implementations.state_gradient(*given(x), found.precomputed, *cotangents)
+        found, precomputed = implementations.map_states(*given(x | dict(initial_state=jnp.zeros_like(S))))
+        (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x), precomputed), x)
+        mapped = found.N + jnp.matmul(found.M, x["initial_state"], precision="highest")
+        dh0 = implementations.state_gradient(*given(x), precomputed, *cotangents)
         return results(pull, o, states, cotangents), want, mapped, dh0
 
     rng = np.random.default_rng(1)

@@ -16,7 +16,7 @@ from chunkwise import fused_gdn, fused_gla, kda, pipeline
 from chunkwise.fused_gdn import operator as gdn_operator
 from chunkwise.fused_gla import operator as gla_operators
 from chunkwise.kda import operator as kda_operator
-from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.call import signature
 from chunkwise.shared.call.arguments import Options
 from chunkwise.shared.call.gates import GateActivation
@@ -71,7 +71,7 @@ def arrays_of(name: str, ring: bool) -> dict[str, Any]:
     """Return the arrays of a call of a function of the pipeline; with `ring` the pool of a serving step has rings."""
     form, operator = name.split("_", 1)
     entry = OPERATORS[f"chunk_{operator}"]
-    x = operator_inputs(entry, 1, T, 1, HV, 16, 16)
+    x = entry.source.inputs(1, T, 1, HV, 16, 16)
     if form == "ragged":
         pool = pipeline.make_pool(8, HV, 16, 16, replay=8 * ring, H=1, per_channel=entry.per_channel)
         x |= dict(

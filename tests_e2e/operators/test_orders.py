@@ -31,7 +31,7 @@ def test_orders_change_no_bit(package, kernel):
     def run(x):
         options = Options(True, chunk_size=64)
         found = implementations.map_states(fused, x, options)
-        return found, implementations.run(fused, x, options), implementations.run(fused, x, options, found.precomputed)
+        return found, implementations.run(fused, x, options), implementations.run(fused, x, options, found[1])
 
     def results(order):
         jax.clear_caches()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
 from tests import traced
@@ -35,7 +35,7 @@ THOROUGH = dict(
 
 def program(operator, form: str, B: int, T: int):
     """Return the forward and the gradient of an operator over B rows of T tokens, and the shapes of its arguments."""
-    small = jax.eval_shape(functools.partial(operator_inputs, operator, 1, 16, 1, 1, K, K, dtype=jnp.bfloat16))
+    small = jax.eval_shape(functools.partial(operator.source.inputs, 1, 16, 1, 1, K, K, dtype=jnp.bfloat16))
     of = lambda y: jax.ShapeDtypeStruct((B, T, *y.shape[2:]) if y.ndim > 1 else y.shape, y.dtype)
     x, more = jax.tree.map(of, small), {}
     if form == "segments":

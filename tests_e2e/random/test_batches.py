@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.pipeline.operators import CHUNKED, Entry, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, Entry
 from chunkwise.shared.testing.compare import tolerance
 from chunkwise.shared.testing.inputs import GATES, boundaries
 from tests.recurrence import assert_recurrence
@@ -42,8 +42,8 @@ def batches(draw, delta: bool, gates: tuple[str, ...]):
 def run(operator: Entry, implementation: str, b: dict) -> None:
     """Compare one batch with the oracle, NaN in its padding."""
     N = b["B"] if b["lengths"] is None else len(b["lengths"])
-    x = operator_inputs(
-        operator, b["B"], b["T"], b["H"], b["HV"], b["K"], b["V"], dtype=jnp.dtype(b["dtype"]), gate=b["gate"],
+    x = operator.source.inputs(
+        b["B"], b["T"], b["H"], b["HV"], b["K"], b["V"], dtype=jnp.dtype(b["dtype"]), gate=b["gate"],
         num_states=N * b["start"], normalise=not b["normalise"],
     )  # fmt: skip
     options = {} if b["lengths"] is None else {"cu_seqlens": boundaries(*b["lengths"])}

@@ -98,9 +98,7 @@ def assert_operator(operator, sequences, sizes, states, gradients, dtype, config
     entry = operators.OPERATORS[f"chunk_{operator}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
     gate = "resets" if dtype == "bfloat16" and entry.delta and entry.per_channel else "logsigmoid"
-    x = operators.operator_inputs(
-        entry, *sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states, gate=gate
-    )
+    x = entry.source.inputs(*sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states, gate=gate)
     options = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     options |= dict(chunk_size=16, implementation="fused", config=config or CONFIGS[operator], **more or {})
     assert_recurrence(entry.function, x, gradients=gradients, **sequences, **options)

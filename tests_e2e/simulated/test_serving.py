@@ -102,7 +102,7 @@ PREFILLS = {
 @pytest.mark.parametrize("operator", PREFILLS)
 def test_prefills(operator, blocks, cores):
     entry = operators.OPERATORS[f"chunk_{operator}"]
-    x = operators.operator_inputs(entry, 1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
+    x = entry.source.inputs(1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, blocks=blocks, chunk_size=16)
 
 
@@ -110,7 +110,7 @@ def test_prefills(operator, blocks, cores):
     ("gated_delta_rule", fused_gdn.Config(2, 2, 2), 1), ("kda", kda.Config(2, 2, 2), 2),
 ])  # fmt: skip
 def test_prefills_in_pieces_of_two_chunks(operator, config, cores):
-    x = operators.operator_inputs(operators.OPERATORS[f"chunk_{operator}"], 1, pool_suite.PREFILL_TOKENS, 1, 2, K, V)
+    x = operators.OPERATORS[f"chunk_{operator}"].source.inputs(1, pool_suite.PREFILL_TOKENS, 1, 2, K, V)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, chunk_size=16, config=config)
 
 
@@ -123,7 +123,7 @@ BATCHES = {"rows": ({}, 3, (3, 2)), "pack": (dict(cu_seqlens=inputs.boundaries(1
 def test_token_by_token(operator, batch, cores):
     """The backward is plain JAX, and a program with gradients has the forward of a program without."""
     (sequences, count, sizes), entry = BATCHES[batch], operators.OPERATORS[operator]
-    x = operators.operator_inputs(entry, *sizes, 2, 4, K, V, num_states=count)
+    x = entry.source.inputs(*sizes, 2, 4, K, V, num_states=count)
     assert_recurrence(entry.function, x, **sequences, implementation="fused")
 
 
@@ -132,7 +132,7 @@ def test_token_by_token(operator, batch, cores):
 def test_token_by_token_over_a_pool(operator, batch, cores):
     """A sequence whose slot was freed, one of no slot, and slots of no sequence, which are NaN."""
     (sequences, count, sizes), entry = BATCHES[batch], operators.OPERATORS[operator]
-    x = operators.operator_inputs(entry, *sizes, 2, 4, K, V)
+    x = entry.source.inputs(*sizes, 2, 4, K, V)
     slots, kept = np.array([4, -1, 2, 6][:count], np.int32), np.array([True, True, False, True][:count])
     pool = np.full((8, 4, K, V), np.nan, np.float32)
     pool[[4, 6]] = np.random.default_rng(2).standard_normal((2, 4, K, V))

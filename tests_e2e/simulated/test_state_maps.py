@@ -53,10 +53,10 @@ def test_state_map(operator, batch, cores):
 
     @jax.jit
     def programs(x, start, do, dht):
-        found = implementations.map_states(*given(x, jnp.zeros_like(start)))
-        o, final_state = implementations.run(*given(x, start), found.precomputed)
-        dh0 = implementations.state_gradient(*given(x, start), found.precomputed, do, dht)
-        return found.states, found.M, o, final_state, dh0
+        found, precomputed = implementations.map_states(*given(x, jnp.zeros_like(start)))
+        o, final_state = implementations.run(*given(x, start), precomputed)
+        dh0 = implementations.state_gradient(*given(x, start), precomputed, do, dht)
+        return found.N, found.M, o, final_state, dh0
 
     finite = {name: y for name, y in x.items() if y is not None}
     poisoned = inputs.poison_padding(finite, **sequences)

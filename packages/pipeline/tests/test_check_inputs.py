@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_inputs
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.testing.inputs import make_dplr_inputs, make_inputs, make_product_inputs, poison_padding
 
 B, T, H, HV, K = 2, 6, 1, 2, 4
@@ -141,7 +141,7 @@ def test_a_sigmoid_of_a_sigmoid():
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_right_values_of_every_operator(operator):
     """Padding may hold anything."""
-    x = operator_inputs(operator, B, T, H, HV, K, K)
+    x = operator.source.inputs(B, T, H, HV, K, K)
     row = {name: y[:1] if y.ndim > 1 else y for name, y in x.items()}
     ids = jnp.array([[3, 3, -1, 0, 0, 0], [0, 0, 0, 0, 0, 0]], jnp.int32)
     boundaries = jnp.array([0, 2, 2, 4], jnp.int32)
@@ -161,7 +161,7 @@ def test_right_values():
 
 
 def test_constant_gates():
-    x = operator_inputs(OPERATORS["chunk_simple_gla"], B, T, H, HV, K, K)
+    x = OPERATORS["chunk_simple_gla"].source.inputs(B, T, H, HV, K, K)
     message = r"`g_gamma` must be at most 0, the log of a decay; got 0.9 at \[0\], and all entries are from 0 to 1"
     with pytest.raises(ValueError, match=message):
         check_inputs(**x | dict(g_gamma=jnp.array([0.9, 0.99])))

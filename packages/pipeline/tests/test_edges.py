@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_comba, chunk_gated_delta_rule, chunk_gdn2, chunk_kda, chunk_simple_gla
-from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -107,7 +107,7 @@ def test_a_state_near_its_fixed_point_learns(implementation):
 @pytest.mark.parametrize("operator", [x for x in OPERATORS.values() if x.chunked], ids=lambda operator: operator.name)
 def test_segments_make_no_infinity(operator):
     """Under `jax_debug_infs` a call that has no infinity raises nothing."""
-    x = operator_inputs(operator, 1, 6, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 6, 1, 1, 8, 8)
     ids = jnp.array([[0, 0, 1, 1, 1, 2]], jnp.int32)
     with jax.debug_infs(True):
         o, _ = operator.function(**x, segment_ids=ids, implementation="xla")

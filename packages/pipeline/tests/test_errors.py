@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, norm_gated, pipeline, solve_tril, wy_fast
-from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, RECURRENT, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, RECURRENT
 from chunkwise.shared.call.unknown_arguments import INSTEAD
 from chunkwise.shared.testing.inputs import make_inputs
 
@@ -27,7 +27,7 @@ WRONG = dict(array=jnp.ones((), bool), vector=np.ones(3, bool), text="False", nu
 @EVERY
 @pytest.mark.parametrize("wrong", WRONG)
 def test_flags_are_true_or_false(operator, wrong):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8)
     for flag, message in FLAGS.items():
         if flag in inspect.signature(operator.function).parameters:
             with pytest.raises(ValueError, match=f"`{flag}` {message}; got"):
@@ -37,7 +37,7 @@ def test_flags_are_true_or_false(operator, wrong):
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 @pytest.mark.parametrize("wrong", [64.0, 48, "64", True, np.full(2, 64), jnp.array(64)], ids=repr)
 def test_chunk_size_is_one_of_four(operator, wrong):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8)
     array = ", known when the program is built" if isinstance(wrong, np.ndarray | jax.Array) else ""
     message = f"`chunk_size` must be one of (16, 32, 64, 128){array}; got"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -46,7 +46,7 @@ def test_chunk_size_is_one_of_four(operator, wrong):
 
 @pytest.mark.parametrize("operator", RECURRENT, ids=lambda operator: operator.name)
 def test_implementations_that_the_token_by_token_form_lacks(operator):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8)
     for implementation in {"staged", "fused"} - set(operator.implementations):
         with pytest.raises(NotImplementedError, match=f"`implementation` must be .*; got '{implementation}'"):
             operator.function(**x, implementation=implementation)
@@ -54,7 +54,7 @@ def test_implementations_that_the_token_by_token_form_lacks(operator):
 
 @EVERY
 def test_scale_is_one_number(operator):
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8)
     for wrong in (jnp.ones(24), "1", True):
         with pytest.raises(ValueError, match="`scale` must be None, a number or a scalar array; got"):
             operator.function(**x, scale=wrong)
@@ -68,7 +68,7 @@ BOUNDED = [getattr(pipeline, f"{form}_{name}") for name in ("kda", "gdn2", "comb
 def test_the_old_name_of_min_gate(function):
     """It means the same, and warns the caller; a wrong value is named by the new name."""
     operator = OPERATORS[re.sub("^[a-z]+", "chunk", function.__name__)]
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8)
     if function.__name__.startswith("ragged"):
         x |= dict(states=jnp.zeros((1, 1, 8, 8)), cu_seqlens=jnp.array([0, 4]), state_indices=jnp.array([0]))
     warns = functools.partial(pytest.warns, DeprecationWarning, match="^`gate_lower_bound` is deprecated: call")
@@ -82,7 +82,7 @@ def test_the_old_name_of_min_gate(function):
 
 
 def test_the_rank_of_the_gate_is_the_operators():
-    x = operator_inputs(OPERATORS["chunk_gla"], 1, 4, 1, 1, 8, 8)
+    x = OPERATORS["chunk_gla"].source.inputs(1, 4, 1, 1, 8, 8)
     with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV\]; got \(1, 4, 1, 8\)"):
         pipeline.chunk_simple_gla(**x)
     with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV, K\]; got \(1, 4, 1\)"):
@@ -96,7 +96,7 @@ TOO_LARGE = dict(chunk_gated_delta_rule=257, chunk_kda=257, chunk_gla=2048, chun
 def test_states_too_large_for_the_fused_kernels(name):
     """As the docstring says; the stages take them."""
     operator, K = OPERATORS[name], TOO_LARGE[name]
-    x = jax.eval_shape(lambda: operator_inputs(operator, 1, 16, 1, 1, K, K))
+    x = jax.eval_shape(lambda: operator.source.inputs(1, 16, 1, 1, K, K))
     assert 'NotImplementedError: "fused"' in operator.function.__doc__
     with pytest.raises(NotImplementedError, match='"fused"'):
         jax.eval_shape(lambda x: operator.function(**x, implementation="fused"), x)
@@ -227,7 +227,7 @@ def test_arguments_of_flash_linear_attention(function):
 def test_what_int32_does_not_count(name):
     """Tokens of a row and of all rows, and the slots of a pool, are counted in int32."""
     operator, limit = OPERATORS[name], 2**31
-    x = operator_inputs(operator, 1, 4, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 4, 1, 1, 8, 8)
     of = lambda y, *BT: jax.ShapeDtypeStruct((*BT, *y.shape[2:]) if y.ndim > 1 else y.shape, y.dtype)
     sized = lambda B, T: {key: of(y, B, T) for key, y in x.items()}
     run = lambda x: operator.function(**x)
@@ -244,7 +244,7 @@ def test_what_int32_does_not_count(name):
 @pytest.mark.parametrize("made", [lambda states: states, lambda states: pipeline.StatePool(states)])
 def test_slots_of_a_step_that_int32_does_not_count(made):
     states = jax.ShapeDtypeStruct((2**31, 1, 8, 8), jnp.float32)
-    x = operator_inputs(OPERATORS["recurrent_gated_delta_rule"], 1, 4, 1, 1, 8, 8)
+    x = OPERATORS["recurrent_gated_delta_rule"].source.inputs(1, 4, 1, 1, 8, 8)
     step = dict(cu_seqlens=jnp.array([0, 4], jnp.int32), state_indices=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="`states` must have slots of at most 2147483647"):
         jax.eval_shape(lambda states: pipeline.ragged_gated_delta_rule(**x, states=made(states), **step), states)

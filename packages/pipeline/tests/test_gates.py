@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.kernels import gate_activation
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries
@@ -55,7 +55,7 @@ def test_values_and_gradients(operator, implementation, case):
     states = 0 if "stream" in how else 4 if packed else 1
     # A few tokens are what the recurrent kernel is for, and quick to interpret.
     T = 2 if not operator.chunked and implementation == "fused" and not packed else 24
-    inputs = raw_inputs(operator_inputs(operator, 1, T, 1, 2, 8, 8, num_states=states))
+    inputs = raw_inputs(operator.source.inputs(1, T, 1, 2, 8, 8, num_states=states))
     compare(operator, implementation, inputs, LAW[law], PACKED if packed else None)
 
 
@@ -80,7 +80,7 @@ def test_a_law_more_is_a_line_of_the_table(implementation, monkeypatch):
     monkeypatch.setitem(gate_activation.LAWS, "logsigmoid", LogSigmoid)
     monkeypatch.setitem(laws.LAWS, "logsigmoid", log_sigmoid)
     operator = OPERATORS["chunk_kda"]
-    inputs = raw_inputs(operator_inputs(operator, 1, 24, 1, 2, 8, 8, num_states=1))
+    inputs = raw_inputs(operator.source.inputs(1, 24, 1, 2, 8, 8, num_states=1))
     compare(operator, implementation, inputs, dict(use_gate_in_kernel="logsigmoid"), None)
 
 
@@ -97,7 +97,7 @@ def test_every_rate(operator, implementation, law, A_log):
     Under the second law a decay is at an end then, or, where x + dt_bias is 0, half of the bound.
     """
     operator = OPERATORS[operator]
-    inputs = raw_inputs(operator_inputs(operator, 1, 24, 1, 2, 8, 8, num_states=1), A_log=A_log)
+    inputs = raw_inputs(operator.source.inputs(1, 24, 1, 2, 8, 8, num_states=1), A_log=A_log)
     if law == "bounded":
         zero = jnp.zeros_like(inputs["g"]).at[:, ::2].set(inputs["g"][:, ::2])
         inputs |= dict(g=zero, dt_bias=jnp.zeros_like(inputs["dt_bias"]))
@@ -117,7 +117,7 @@ def test_types_are_stated(operator):
     erasing = dict(use_gate_in_kernel=True, use_erase_sigmoid_in_kernel=True, use_write_sigmoid_in_kernel=True)
     laws = erasing if operator.erase == "gate" else LAWS
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        inputs = raw_inputs(operator_inputs(operator, 1, 18, 1, 1, 8, 8), dtype=jnp.bfloat16)
+        inputs = raw_inputs(operator.source.inputs(1, 18, 1, 1, 8, 8), dtype=jnp.bfloat16)
         for name in operator.implementations:
             for law in LAW.values():
                 run = lambda x: operator.function(**x, **laws, **law, implementation=name)[0]  # noqa: B023
@@ -131,7 +131,7 @@ def test_forms_of_a_rate(operator):
 
     No bias means zeros, and the step sizes stay as they are.
     """
-    inputs = raw_inputs(operator_inputs(operator, 1, 20 if operator.chunked else 2, 1, 2, 8, 8))
+    inputs = raw_inputs(operator.source.inputs(1, 20 if operator.chunked else 2, 1, 2, 8, 8))
     inputs["beta"] = jax.nn.sigmoid(inputs["beta"])
     run = functools.partial(operator.function, use_gate_in_kernel=True)
     for law in (dict(), dict(lower_bound=-5.0)):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import ragged_gated_delta_rule
-from chunkwise.pipeline.operators import CHUNKED, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.testing.inputs import make_inputs
 
 THOROUGH = dict(
@@ -31,7 +31,7 @@ def cut(inputs, start, stop):
 def test_staged_has_the_same_bits_alone_and_packed(operator):
     """Outputs, states and gradients: chunks of a sequence begin where it begins, and see nothing of its neighbours."""
     cuts = [0, 13, 40]
-    x = operator_inputs(operator, 1, 40, 1, 2, 16, 24, num_states=2)
+    x = operator.source.inputs(1, 40, 1, 2, 16, 24, num_states=2)
     constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
     start, do = x.pop("initial_state"), jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).reshape(x["v"].shape)
     options = {"implementation": "staged", "chunk_size": 16, "output_final_state": True}
@@ -57,7 +57,7 @@ def test_staged_has_the_same_bits_alone_and_packed(operator):
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_plain_jax_with_states_has_the_same_bits_alone_and_packed(operator):
     """Outputs and states."""
-    x = operator_inputs(operator, 1, 40, 1, 2, 16, 24)
+    x = operator.source.inputs(1, 40, 1, 2, 16, 24)
     constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
     constant |= dict(chunk_size=16, output_final_state=True, implementation="xla")
     run = jax.jit(lambda x, ends: operator.function(**x, **constant, cu_seqlens=ends))
@@ -77,8 +77,8 @@ def test_no_bit_depends_on_later_tokens(operator, implementation, bound):
     """Outputs, and gradients of queries, in the chunk of a token from which on all tokens are others, with resets."""
     sizes = dict(T=32, H=1, HV=2, K=8, V=8, dtype=jnp.bfloat16)
     options = dict(implementation=implementation, chunk_size=32) | ({} if bound is None else {"min_gate": bound})
-    x = operator_inputs(operator, **sizes)
-    later = operator_inputs(operator, **sizes, seed=1, gate="resets" if bound is None else "logsigmoid")
+    x = operator.source.inputs(**sizes)
+    later = operator.source.inputs(**sizes, seed=1, gate="resets" if bound is None else "logsigmoid")
     constant = {name: x.pop(name) for name in ("g_gamma",) if name in x}
     do = jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).astype(jnp.bfloat16).reshape(x["v"].shape)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS
 from chunkwise.shared.testing.compare import assert_close, by_part, tolerance
 from chunkwise.shared.testing.inputs import boundaries
 
@@ -155,7 +155,7 @@ def test_the_sample_holds_all_implementations():
 @pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 def test_bfloat16_tensors_are_not_promoted(operator):
     """Tracing shows it: products of bfloat16 tensors with what is computed in float32 name their types."""
-    x = operator_inputs(operator, 1, 40, 1, 2, 128, 128, dtype=jnp.bfloat16)
+    x = operator.source.inputs(1, 40, 1, 2, 128, 128, dtype=jnp.bfloat16)
     with under("strict"):
         total = lambda x: jnp.sum(operator.function(**x, implementation="fused")[0].astype(jnp.float32))
         gradients = jax.eval_shape(jax.grad(total), x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_simple_gla
-from chunkwise.pipeline.operators import CHUNKED, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -42,7 +42,7 @@ def test_outputs_and_gradients(operator, implementation, packed):
     options |= dict(use_qk_l2norm_in_kernel=True) if operator.delta else {}
     states = 4 if packed else 1
     for gate in ("logsigmoid", "resets"):
-        inputs = operator_inputs(operator, 1, 70, 2, 4, 16, 24, num_states=states, gate=gate, normalise=False)
+        inputs = operator.source.inputs(1, 70, 2, 4, 16, 24, num_states=states, gate=gate, normalise=False)
         assert_recurrence(operator.function, inputs, **options)
 
 
@@ -74,7 +74,7 @@ def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
 def test_chunks_of_none(operator):
     """None is a chunk size like any other: results agree up to rounding, also for fewer tokens than a chunk."""
     for T in (5, 70):
-        inputs = operator_inputs(operator, 1, T, 2, 2, 16, 24)
+        inputs = operator.source.inputs(1, T, 2, 2, 16, 24)
         o, _ = operator.function(**inputs, chunk_size=None, implementation="xla")
         assert_close("o", o, operator.function(**inputs, chunk_size=64, implementation="xla")[0], TOLERANCE["float32"])
 
@@ -82,7 +82,7 @@ def test_chunks_of_none(operator):
 @named(CHUNKED)
 def test_what_the_docstring_says_of_the_stages(operator):
     """Weak and strong gates in one chunk, over five decades: "staged" loses digits, up to the docstring's number."""
-    inputs = operator_inputs(operator, 1, 256, 1, 1, 32, 32)
+    inputs = operator.source.inputs(1, 256, 1, 1, 32, 32)
     decades = 10.0 ** np.random.default_rng(2).uniform(-4, 1, inputs["g"].shape)
     inputs["g"] = jnp.asarray(-decades, jnp.float32)
     expected = reference(**inputs)[0]

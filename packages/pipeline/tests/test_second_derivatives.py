@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import cases
@@ -71,7 +71,7 @@ def test_hessian_of_an_operator(name, case):
     operator, cu_seqlens = OPERATORS[name], LENGTHS if case in ("packed", "stream") else None
     states = 0 if case == "stream" else 1 if cu_seqlens is None else 3
     options = dict(cu_seqlens=cu_seqlens) | (dict(use_qk_l2norm_in_kernel=True) if operator.delta else {})
-    x = operator_inputs(operator, 1, 40, 1, 2, 8, 8, num_states=states, normalise=not operator.delta)
+    x = operator.source.inputs(1, 40, 1, 2, 8, 8, num_states=states, normalise=not operator.delta)
     rng = np.random.default_rng(1)
     do, dht = rng.standard_normal(x["v"].shape), rng.standard_normal((3 if cu_seqlens is not None else 1, 2, 8, 8))
 
@@ -107,7 +107,7 @@ def test_hessian_of_a_composition(name, packed):
 def test_every_order(name):
     """The derivative of a gradient, the gradient of a derivative, and the gradient of a product with a gradient."""
     operator = OPERATORS[name]
-    x = operator_inputs(operator, 1, 20, 1, 1, 8, 8)
+    x = operator.source.inputs(1, 20, 1, 1, 8, 8)
     dx = directions(x)
     loss = lambda x: jnp.sum(jnp.sin(operator.function(**x, chunk_size=16, implementation="xla")[0]))
     dot = lambda a, b: sum(jnp.vdot(a[name], b[name]) for name in a)

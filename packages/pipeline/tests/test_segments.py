@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from tests.segment_suite import SEGMENT_IDS, assert_segments, over_segments
 from tests.transforms import assert_traced_once
 
@@ -17,7 +17,7 @@ THOROUGH = dict(test_staged=True)
 
 
 def inputs_of(operator):
-    return operator_inputs(operator, B, T, 1, 2, 8, 8, num_states=B)
+    return operator.source.inputs(B, T, 1, 2, 8, 8, num_states=B)
 
 
 @named(CHUNKED)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.pipeline.operators import OPERATORS, operator_inputs
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -70,7 +70,7 @@ KERNELS = [(name, "fused") for name in OPERATORS] + [(x.name, "staged") for x in
 def test_kernels_are_differentiated_once_in_reverse(name, implementation, jitted):
     """Any other derivative is a sentence that names the function and what has one."""
     operator = OPERATORS[name]
-    inputs = operator_inputs(operator, 1, 3, 1, 1, 8, 8, num_states=1)
+    inputs = operator.source.inputs(1, 3, 1, 1, 8, 8, num_states=1)
     transform = jax.jit if jitted else lambda f: f
     loss = transform(lambda x: jnp.sum(operator.function(**x, implementation=implementation)[0] ** 2))
     squares = lambda x: sum(jnp.sum(y**2) for y in jax.tree.leaves(jax.grad(loss)(x)))
@@ -97,7 +97,7 @@ def test_export_with_open_sizes(name, packed):
 
     def batch(T):
         cu = [jnp.array([0, 3, T, T], jnp.int32)] if packed else []
-        return operator_inputs(OPERATORS[name], rows, T, 1, 2, 8, 8, num_states=3 if packed else rows), *cu
+        return OPERATORS[name].source.inputs(rows, T, 1, 2, 8, 8, num_states=3 if packed else rows), *cu
 
     dims = dict(initial_state="" if packed else "B", g_gamma="")
     x, *cu = batch(20)
@@ -111,7 +111,7 @@ def test_export_with_open_sizes(name, packed):
 
 @pytest.mark.parametrize(("name", "implementation"), KERNELS)
 def test_kernels_know_their_sizes(name, implementation):
-    x = operator_inputs(OPERATORS[name], 1, 20, 1, 1, 8, 8)
+    x = OPERATORS[name].source.inputs(1, 20, 1, 1, 8, 8)
     (b,) = jax.export.symbolic_shape("b")
     x = {key: jax.ShapeDtypeStruct((b, *y.shape[1:]) if y.ndim > 1 else y.shape, y.dtype) for key, y in x.items()}
     run = jax.jit(lambda x: OPERATORS[name].function(**x, implementation=implementation))
@@ -150,7 +150,7 @@ def test_gradient_passes_the_check_of_shard_map(name, implementation):
 def test_none_takes_the_stages_where_fused_kernels_do_not_fit(monkeypatch, name, K):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     operator = OPERATORS[name]
-    inputs = jax.eval_shape(lambda: operator_inputs(operator, 1, 64, 1, 1, K, K))
+    inputs = jax.eval_shape(lambda: operator.source.inputs(1, 64, 1, 1, K, K))
     text = text_for_tpu(lambda x: operator.function(**x)[0], inputs)
     assert "chunk_fwd_o" in text
     assert "fused" not in text
@@ -162,7 +162,7 @@ def test_none_decodes_many_tokens_without_the_kernel(monkeypatch, name):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     operator = OPERATORS[name]
     # To draw so many numbers takes seconds.
-    one = operator_inputs(operator, 1, 1, 16, 16, 128, 128)
+    one = operator.source.inputs(1, 1, 16, 16, 128, 128)
     wide = lambda y: jax.ShapeDtypeStruct((1, 2**15, *y.shape[2:]) if y.ndim > 1 else y.shape, y.dtype)
     inputs = jax.tree.map(wide, one)
     run = functools.partial(operator.function, output_final_state=True)

@@ -93,7 +93,7 @@ def _delta_states(x: Arguments, options: Options, A_inv: jax.Array | None = None
     )  # fmt: skip
 
 
-def map_delta_rule(x: Arguments, options: Options, with_M: bool) -> state_map.StateMap:
+def map_delta_rule(x: Arguments, options: Options, with_M: bool) -> state_map.Found:
     """Return the map that the tokens apply to a state, by a run with the identity beside the states; keep inverses."""
     k, g_cum, A_inv, w, u = _solve(x, options, None)
 

@@ -27,7 +27,7 @@ from chunkwise.shared.kernels import interleaved, launcher, packed
 from chunkwise.shared.kernels.spans import chunk_spans, layout, pools
 from chunkwise.shared.kernels.spans.chunk_spans import Spans
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
-from chunkwise.shared.plain import state_map
+from chunkwise.shared.plain import affine_scan, state_map
 
 # From operands, the static description of a launch, and the names of outputs to these outputs.
 Launch = Callable[[Any, Any, tuple[str, ...]], dict[str, Any]]
@@ -51,7 +51,7 @@ class Kernels(NamedTuple):
       precomputed: the outputs of `states` that `forward` takes, if it runs after `states`; they are residuals, too.
       optional: the operands, named as arguments, whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
-      makes_map: whether `states` makes M, the matrices of a `StateMap`, for these arguments.
+      makes_map: whether `states` makes M, the matrices of an `AffineMap`, for these arguments.
       most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
         identity beside the states.
       several_chunks: whether a piece may have several chunks: up to `config.chunks`, and with a backward no more than
@@ -331,21 +331,21 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
 
 
-def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -> state_map.StateMap:
+def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -> state_map.Found:
     """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
     options = options._replace(config=kernels.config_for(x, options))
     if x.beta is None or kernels.makes_map(x):
         return _launch_states(kernels, x, options, with_M and kernels.makes_map(x))
 
     def states_after(x: Arguments) -> tuple[jax.Array, Any]:
-        found = _launch_states(kernels, x, options, False)
-        return found.states, found.precomputed
+        found, precomputed = _launch_states(kernels, x, options, False)
+        return found.N, precomputed
 
     return state_map.augment_with_identity(states_after, x, kernels.most_channels, with_M)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> state_map.StateMap:
+def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> state_map.Found:
     """Run the launch that only takes states through the tokens; the states may have more channels than v."""
     options, x = options._replace(output_final_state=True), x._replace(scale=None)
     # This launch does not know whether the gradient of constant gates is requested, and takes the precision for it.
@@ -357,7 +357,7 @@ def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: b
         # Nobody asks for the map of an empty sequence.
         M = (jnp.swapaxes(M, 2, 3) if kernels.transposed else M)[:, :, :K, :K]
     precomputed = remat.save_for_backward({name: out[name] for name in kernels.precomputed})
-    return state_map.StateMap(_user_states(kernels, out["ht"], x, x.initial_state), M, precomputed)
+    return affine_scan.AffineMap(M, _user_states(kernels, out["ht"], x, x.initial_state)), precomputed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))

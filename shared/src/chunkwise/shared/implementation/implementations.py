@@ -12,7 +12,7 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.kernels import interleaved
 from chunkwise.shared.plain import chunks, segments
-from chunkwise.shared.plain.state_map import StateMap, augment_with_identity, map_by_running
+from chunkwise.shared.plain.state_map import Found, augment_with_identity, map_by_running
 
 # The options that the code around implementations reads, and those that every implementation reads. An implementation
 # names the others that it reads in `Implementation.options`.
@@ -56,7 +56,7 @@ class Implementation(NamedTuple):
 
     name: str
     run: Callable[[Arguments, Options, Any], tuple[jax.Array, Any]]
-    state_map: Callable[[Arguments, Options, bool], StateMap] | None = None
+    state_map: Callable[[Arguments, Options, bool], Found] | None = None
     state_gradient: Callable[[Arguments, Options, Any, jax.Array, jax.Array], jax.Array] | None = None
     at_once: bool = False
     pooled: Callable[[Arguments, Options, Any], tuple[jax.Array, jax.Array]] | None = None
@@ -158,7 +158,7 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
 
         return platforms.choose(on_gpu, otherwise, x)
 
-    def state_map(x: Arguments, options: Options, with_M: bool) -> StateMap:
+    def state_map(x: Arguments, options: Options, with_M: bool) -> Found:
         return augment_with_identity(lambda y: states_after(y, options), x, with_M=with_M)
 
     def chunk_states(x: Arguments, options: Options) -> jax.Array:
@@ -205,8 +205,8 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
     return o if x.p is None else o.astype(dtype), states
 
 
-def map_states(implementation: Implementation, x: Arguments, options: Options, with_M: bool = True) -> StateMap:
-    """Return the map that a user's tokens apply to a state, with M or without."""
+def map_states(implementation: Implementation, x: Arguments, options: Options, with_M: bool = True) -> Found:
+    """Return the map that a user's tokens apply to a state, with M or without, and what is precomputed."""
     if implementation.state_map is None:
         return map_by_running(lambda x: run(implementation, x, options), x, with_M)
     x, options = prepare(implementation, x, options)

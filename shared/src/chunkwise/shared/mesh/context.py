@@ -204,12 +204,14 @@ def run_context(
         """Return M of this device, the state before it, and the `precomputed` of its map."""
         y = x.with_arrays(floats | fixed)
         with_M, start = affine_scan.needs_M(axis), _map_start(part, S, y.initial_state, axis)
-        state_map = implementations.map_states(implementation, y._replace(initial_state=start), options, with_M)
+        found, precomputed = implementations.map_states(
+            implementation, y._replace(initial_state=start), options, with_M
+        )
         M = None
         if with_M:
-            M = checkpoint_name(_decay(y, part) if state_map.M is None else _exit(part, state_map.M), MAP_NAME)
-        local = affine_scan.AffineMap(M, _exit(part, state_map.states), _passing(part))
-        return M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), state_map.precomputed
+            M = checkpoint_name(_decay(y, part) if found.M is None else _exit(part, found.M), MAP_NAME)
+        local = affine_scan.AffineMap(M, _exit(part, found.N), _passing(part))
+        return M, checkpoint_name(affine_scan.exclusive_scan(local, S, axis), STATE_NAME), precomputed
 
     def forward(floats, start, fixed, part):
         M, S, precomputed = state_before(floats, start, fixed, part)

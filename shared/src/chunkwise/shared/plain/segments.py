@@ -36,15 +36,13 @@ def run_segments(run: Run, x: arguments.Arguments) -> tuple[jax.Array, jax.Array
     return _mark(run(taken), x.v, x.initial_state, nonfinite, segments)
 
 
-def map_segments(
-    find: Callable[[arguments.Arguments], state_map.StateMap], x: arguments.Arguments
-) -> state_map.StateMap:
+def map_segments(find: Callable[[arguments.Arguments], state_map.Found], x: arguments.Arguments) -> state_map.Found:
     """Return the map that the tokens apply to a state, by a function that takes no segment ids: see `run_segments`."""
     taken, nonfinite, segments = _with_resets(x)
-    found = find(taken)
+    found, precomputed = find(taken)
     wrong = nonfinite[:, -1]
     M = None if found.M is None else _unless(wrong, found.M, jnp.nan)
-    return found._replace(states=_unless(wrong, found.states, jnp.nan), M=M)
+    return found._replace(M=M, N=_unless(wrong, found.N, jnp.nan)), precomputed
 
 
 def _with_resets(x: arguments.Arguments) -> tuple[arguments.Arguments, jax.Array, segment_tables.Segments]:

@@ -5,31 +5,22 @@ otherwise.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from chunkwise.shared.call.arguments import Arguments
+from chunkwise.shared.plain.affine_scan import AffineMap
 
 # The most rows, and the most columns, of a state that kernels can hold whole in fast memory.
 MOST_CHANNELS = 256
 
 
-class StateMap(NamedTuple):
-    """The map that the tokens of one device apply to a state.
-
-    Attributes:
-      states: the states that the tokens make from the initial states, float32 [N, HV, K, V].
-      M: the factor of a state before the tokens: a matrix [N, HV, K, K] or a decay [N, HV, K, 1], float32; None if it
-        was not asked for, and for a decay, which the caller finds from the sum of the gates.
-      precomputed: results that a run of the operator after this, and the gradient of its initial states, need not
-        compute again.
-    """
-
-    states: jax.Array
-    M: jax.Array | None = None
-    precomputed: jax.Array | None = None
+# The map that the tokens of one device apply to a state, without M if it was not asked for and where it is a decay,
+# which the caller finds from the sum of the gates; and results that a run of the operator after this, and the gradient
+# of its initial states, need not compute again. N begins from the initial states.
+Found = tuple[AffineMap, Any]
 
 
 def augment_with_identity(
@@ -37,7 +28,7 @@ def augment_with_identity(
     x: Arguments,
     most_channels: int | None = None,
     with_M: bool = True,
-) -> StateMap:
+) -> Found:
     """Return the map of a delta rule, whose M is the state that the tokens make of the identity.
 
     Args:
@@ -51,18 +42,18 @@ def augment_with_identity(
     start = jnp.zeros((n, HV, K, V), jnp.float32) if x.initial_state is None else x.initial_state
     if not with_M:
         states, precomputed = states_after(x._replace(initial_state=start))
-        return StateMap(states, None, precomputed)
+        return AffineMap(None, states), precomputed
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (n, HV, K, K))
     if most_channels is None or most_channels >= V + K:
         both, precomputed = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
-        return StateMap(both[..., :V], both[..., V:], precomputed)
+        return AffineMap(both[..., V:], both[..., :V]), precomputed
     nothing = jnp.zeros((*x.v.shape[:3], K), x.v.dtype)
     M, _ = states_after(x._replace(v=nothing, w=None, initial_state=identity))
     states, precomputed = states_after(x._replace(initial_state=start))
-    return StateMap(states, M, precomputed)
+    return AffineMap(M, states), precomputed
 
 
-def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments, with_M: bool = True) -> StateMap:
+def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Arguments, with_M: bool = True) -> Found:
     """Return the map by a run of the operator itself, with the identity beside the states.
 
     Args:
@@ -77,4 +68,6 @@ def map_by_running(run: Callable[[Arguments], tuple[jax.Array, Any]], x: Argumen
         return run(x._replace(v=widen(x.v), w=None if x.w is None else widen(x.w)))[1], None
 
     delta = x.beta is not None or x.erases
-    return augment_with_identity(states_after, x, MOST_CHANNELS, with_M) if delta else StateMap(states_after(x)[0])
+    if delta:
+        return augment_with_identity(states_after, x, MOST_CHANNELS, with_M)
+    return AffineMap(None, states_after(x)[0]), None
