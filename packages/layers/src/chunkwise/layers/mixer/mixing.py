@@ -24,7 +24,7 @@ from chunkwise.shared.kernels import launcher
 from chunkwise.shared.mesh import partition
 from chunkwise.shared.serving import state_pool, step_table
 from chunkwise.shared.serving.decode import choose, launch
-from chunkwise.shared.serving.decode.records import Decodes, OutputNorm, static_of
+from chunkwise.shared.serving.decode.records import Decodes, static_of
 from chunkwise.shared.serving.state_pool import StatePool
 
 _VALUES = partition.Layout(
@@ -186,7 +186,8 @@ def _mixer(
     """Return the mixer of all tokens, one row after the other."""
     rows = lambda x: x.reshape(-1, x.shape[2])
     activations = GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates)
-    static = static_of(config.H, config.HV, config.K, config.V, activations, OutputNorm(activation, eps))
+    static = static_of(config.H, config.HV, config.K, config.V, activations)
+    static = static._replace(norm_gate=activation, eps=eps)
     tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
     return Decodes(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)
 

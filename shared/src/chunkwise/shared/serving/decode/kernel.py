@@ -211,11 +211,9 @@ def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
         refs.work.made[:, at], o = tile.run_rule(
             q[h // s.group], k[h // s.group], v[h], gates[h], size, rows[h][0], S_e, S_q, s
         )
-        if s.norm is not None:
+        if s.eps is not None:
             first = refs.lanes["z"].start + h * s.V
-            o = tile.norm_head(
-                o, refs.tokens.rows[:, first : first + s.V], refs.layer.norm[...].astype(jnp.float32), s.norm
-            )
+            o = tile.norm_head(o, refs.tokens.rows[:, first : first + s.V], refs.layer.norm[...].astype(jnp.float32), s)
         # The output replaces channels that have been read; there are more channels than outputs.
         refs.tokens.rows[:, at] = o
     for place, start in enumerate(starts):

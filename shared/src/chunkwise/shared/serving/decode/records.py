@@ -37,18 +37,6 @@ class DecodeStatic(NamedTuple):
     erase_before_decay: bool = False
 
 
-class OutputNorm(NamedTuple):
-    """The gated norm of the output.
-
-    Attributes:
-      activation: the activation of the gate.
-      eps: added to the mean of the squares.
-    """
-
-    activation: str | None
-    eps: float
-
-
 class KernelStatic(NamedTuple):
     """The static description of a launch of the kernel in this folder.
 
@@ -58,8 +46,9 @@ class KernelStatic(NamedTuple):
       law: the law of raw gates; None if gates are decays in nats.
       step_size: the factor of the sigmoids of raw step sizes; None if step sizes are final.
       activation: the activation of the convolution.
-      norm: the norm of the output, or None.
       first: how many value heads of the pool come before those of the launch.
+      norm_gate: the activation of the gate of the output's norm.
+      eps: added to the mean of the squares in this norm; None for no norm.
     """
 
     H: int
@@ -67,11 +56,12 @@ class KernelStatic(NamedTuple):
     K: int
     V: int
     rule: DecodeStatic
-    law: gate_activation.Law | None
-    step_size: float | None
-    activation: str | None
-    norm: OutputNorm | None
+    law: gate_activation.Law | None = None
+    step_size: float | None = None
+    activation: str | None = None
     first: int = 0
+    norm_gate: str | None = None
+    eps: float | None = None
 
     @property
     def group(self) -> int:
@@ -160,25 +150,22 @@ class Decodes(NamedTuple):
         return {f"w{j}": y for j, y in enumerate(self.weight)} | rows
 
 
-def static_of(
-    H: int, HV: int, K: int, V: int, activation: GateActivation, norm: OutputNorm | None = None
-) -> KernelStatic:
+def static_of(H: int, HV: int, K: int, V: int, activation: GateActivation) -> KernelStatic:
     """Return the static description of a layer that scales queries and keys to unit length and convolves with SiLU.
 
     Args:
       H, HV, K, V: key heads, value heads and their channels.
       activation: the activation of gates and step sizes, as for the operators.
-      norm: the norm of the output, or None.
     """
     step_size = 1.0 + activation.allow_neg_eigval if activation.use_beta_sigmoid_in_kernel else None
     rule = DecodeStatic(1, True, K**-0.5, True, "decode_layer_fwd")
-    return KernelStatic(H, HV, K, V, rule, activation.law, step_size, "silu", norm)
+    return KernelStatic(H, HV, K, V, rule, activation.law, step_size, "silu")
 
 
 def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
     """Return the decodes of an operator alone, from prepared arguments."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    s = KernelStatic(H, HV, K, V, static, None, None, None, None)
+    s = KernelStatic(H, HV, K, V, static)
 
     def row(y: jax.Array | None, by_channel=True) -> Any:
         """Return the heads of every token side by side, each in whole registers if they have channels."""

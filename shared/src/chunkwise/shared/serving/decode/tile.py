@@ -15,7 +15,7 @@ from jax import lax
 
 from chunkwise.shared.kernels import activations, tiles
 from chunkwise.shared.serving import state_pool
-from chunkwise.shared.serving.decode.records import KernelStatic, OutputNorm
+from chunkwise.shared.serving.decode.records import KernelStatic
 
 # How many bfloat16 numbers have a float32 number as their sum.
 PARTS = 3
@@ -91,10 +91,10 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: KernelStatic) -> tuple[jax.Ar
     return jnp.concatenate(written), jnp.concatenate(outputs)
 
 
-def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: OutputNorm) -> jax.Array:
+def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: KernelStatic) -> jax.Array:
     """Return the norm of a head of the output [n, V] times the activation of its gate."""
     mean = jnp.mean(o * o, axis=1, keepdims=True)
-    return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.activation)
+    return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.norm_gate)
 
 
 def row_of(h: int, s: KernelStatic) -> int:
