@@ -335,18 +335,19 @@ def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -
     """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
     options = options._replace(config=kernels.config_for(x, options))
     if x.beta is None or kernels.makes_map(x):
-        return _launch_states(kernels, x, options, with_M and kernels.makes_map(x))
+        N, M, precomputed = _launch_states(kernels, x, options, with_M and kernels.makes_map(x))
+        return affine_scan.AffineMap(M, N), precomputed
 
     def states_after(x: Arguments) -> tuple[jax.Array, Any]:
-        found, precomputed = _launch_states(kernels, x, options, False)
-        return found.N, precomputed
+        N, _, precomputed = _launch_states(kernels, x, options, False)
+        return N, precomputed
 
     return state_map.augment_with_identity(states_after, x, kernels.most_channels, with_M)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> state_map.Found:
-    """Run the launch that only takes states through the tokens; the states may have more channels than v."""
+def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: bool) -> tuple[Any, Any, Any]:
+    """Return the states after the tokens, M or None, and `precomputed`; states may have more channels than v."""
     options, x = options._replace(output_final_state=True), x._replace(scale=None)
     # This launch does not know whether the gradient of constant gates is requested, and takes the precision for it.
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
@@ -357,7 +358,7 @@ def _launch_states(kernels: Kernels, x: Arguments, options: Options, with_map: b
         # Nobody asks for the map of an empty sequence.
         M = (jnp.swapaxes(M, 2, 3) if kernels.transposed else M)[:, :, :K, :K]
     precomputed = remat.save_for_backward({name: out[name] for name in kernels.precomputed})
-    return affine_scan.AffineMap(M, _user_states(kernels, out["ht"], x, x.initial_state)), precomputed
+    return _user_states(kernels, out["ht"], x, x.initial_state), M, precomputed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
