@@ -29,7 +29,7 @@ class Decays(NamedTuple):
     through: jax.Array
 
 
-def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
+def make_form(x: chunks.Tokens, options: arguments.Options, passes: int | None) -> chunks.Form:
     """Return the chunk form of tokens with `Decays`."""
     C, repeat = x.v.shape[2], x.of_value_heads
     q, k, beta = x.q, x.k, x.beta
@@ -45,9 +45,11 @@ def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan
     readers = [k] if q is None else [k, q]
     # One product serves keys and queries. If the inverse is known, only gradients need the product of the keys.
     if x.solved:
-        kk, *qk = (repeat(products.dot_nt(y, k)) for y in readers)
+        kk, *qk = (repeat(state_scan.dot_nt(y, k, passes)) for y in readers)
     else:
-        kk, *qk = jnp.split(repeat(products.dot_nt(jnp.concatenate(readers, axis=2), k)), len(readers), axis=2)
+        kk, *qk = jnp.split(
+            repeat(state_scan.dot_nt(jnp.concatenate(readers, axis=2), k, passes)), len(readers), axis=2
+        )
     # A token reads its value without a decay.
     scores = [jnp.where(tiles.row_index(C) == tiles.column_index(C), y, decay * y) for y in qk]
     k = repeat(k).astype(jnp.float32)

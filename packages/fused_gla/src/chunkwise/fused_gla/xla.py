@@ -19,12 +19,12 @@ from chunkwise.shared.plain import chunks, state_scan
 _BLOCK = 16
 
 
-def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
+def make_form(x: chunks.Tokens, options: arguments.Options, passes: int | None) -> chunks.Form:
     """Return the chunk form of tokens with gates per head or per channel."""
     # Operands are float32, because JAX would round the gradient of a bfloat16 operand, which goes to the scores and the
     # states.
     x = x._replace(k=x.k.astype(jnp.float32), q=None if x.q is None else x.q.astype(jnp.float32))
-    return _with_channel_gates(x) if gating.per_channel(x.g[0]) else _with_head_gates(x, products)
+    return _with_channel_gates(x) if gating.per_channel(x.g[0]) else _with_head_gates(x, passes)
 
 
 def _with_channel_gates(x: chunks.Tokens) -> chunks.Form:
@@ -39,14 +39,14 @@ def _with_channel_gates(x: chunks.Tokens) -> chunks.Form:
     return chunks.Form(through, k * to_end, q * from_start, scores)
 
 
-def _with_head_gates(x: chunks.Tokens, products: state_scan.Products) -> chunks.Form:
+def _with_head_gates(x: chunks.Tokens, passes: int | None) -> chunks.Form:
     n, HV, C, _ = x.v.shape
     between, *sums = map(x.by_head, gate_sums(x.g.reshape(n * HV, C)))
     from_start, to_end, through = x.within_sequence(*map(jnp.exp, sums))
     if x.q is None:
         return chunks.Form(through, x.k, None, None, to_end=to_end)
     pairs = tiles.lower(C) if x.masks is None else tiles.lower(C) & x.masks.same[:, None]
-    scores = x.of_value_heads(products.dot_nt(x.q, x.k)) * jnp.where(pairs, jnp.exp(between), 0.0)
+    scores = x.of_value_heads(state_scan.dot_nt(x.q, x.k, passes)) * jnp.where(pairs, jnp.exp(between), 0.0)
     return chunks.Form(through, x.k, x.q, scores, from_start=from_start, to_end=to_end)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from chunkwise.kda import tile
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import matmul, tiles
-from chunkwise.shared.plain import chunks, state_scan
+from chunkwise.shared.plain import chunks
 
 # In blocks of so many rows, every level is a masked product of all rows. Products of larger levels have only the pairs
 # of the level.
@@ -96,7 +96,7 @@ def interactions(
     return scores, (readers, k_end, through)
 
 
-def make_form(x: chunks.Tokens, options: arguments.Options, products: state_scan.Products) -> chunks.Form:
+def make_form(x: chunks.Tokens, options: arguments.Options, passes: int | None) -> chunks.Form:
     """Return the chunk form; gates per head are repeated for every channel."""
     n, HV, C, _ = x.v.shape
     K, masks = x.k.shape[3], x.masks

@@ -128,7 +128,8 @@ class Rule(NamedTuple):
     """The mathematics of the chunks of an operator.
 
     Attributes:
-      form: from tokens, options, and the `Products` for computed operands to the form of their chunks.
+      form: from tokens, options, and the passes of products of computed operands, as `state_scan.dot` takes them, to
+        the form of their chunks.
       decays: from gates per head, as rows of all chunks, and masks to the `g` of `Tokens`; None if the gates stay as
         they are.
       at_once: whether a CPU, too, makes the form of all chunks at once. Otherwise its scan does all the work of a
@@ -137,7 +138,7 @@ class Rule(NamedTuple):
       delta: whether it is a delta rule.
     """
 
-    form: Callable[[Tokens, arguments.Options, state_scan.Products], Form]
+    form: Callable[[Tokens, arguments.Options, int | None], Form]
     decays: Callable[[jax.Array, chunking.StreamMasks | None], Any] | None = None
     at_once: bool = True
     most_rows: int | None = None
@@ -219,7 +220,7 @@ def run(
     (B, T, HV, V), K, C = x.v.shape, x.k.shape[-1], options.chunk_size
     stream = cu_seqlens is not None and x.initial_state is None and not options.output_final_state
     bfloat16 = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype) == jnp.bfloat16
-    products = state_scan.Products(3 if on_gpu and bfloat16 else None)
+    passes = 3 if on_gpu and bfloat16 else None
     g, beta = arguments.total_gate(x), None if x.beta is None else x.beta.astype(jnp.float32)
     chunks = chunking.Chunking(B, T, C, None if stream else cu_seqlens)
     masks, nonfinite = _stream_masks(x, g, beta, C) if stream else (None, None)
@@ -256,11 +257,11 @@ def run(
         q, k, v, e, channel_g = jax.tree.map(heads, tokens)
         v = jnp.pad(v.astype(jnp.float32), [(0, 0)] * 3 + [(0, channels - V)])
         tokens = Tokens(q, k, v, g if channel_g is None else channel_g, beta, e, masks, A_inv is not None)
-        form = rule.form(tokens, options, products)
+        form = rule.form(tokens, options, passes)
         # Without a delta rule a CPU, too, finds the states first, so that devices that share tokens make them only
         # once.
         together = on_gpu or not rule.delta
-        advance = functools.partial(_in_segments, products, spans.by_maps) if together else _one_by_one
+        advance = functools.partial(_in_segments, passes, spans.by_maps) if together else _one_by_one
         o, before, S, A_inv = advance(form, v, S, starts, h0, A_inv, keep_states or finals is not None)
         if finals is not None:
             finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
@@ -300,7 +301,7 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
         here = state_scan.select_states(starts and starts.restarts(h0), S)
         readers = [y for y in (x.q, x.e) if y is not None]
         seen = jnp.split(matmul.dot(jnp.concatenate(readers, axis=1), here), len(readers), axis=1) if readers else []
-        v_new = v if A_inv is None else x.beta * solve(state_scan.Products(None), x.A, A_inv, v - seen[-1])
+        v_new = v if A_inv is None else x.beta * solve(None, x.A, A_inv, v - seen[-1])
         o = None if x.q is None else seen[0] + matmul.dot(x.scores, v_new)
         return x.through * here + matmul.dot_tn(x.k, v_new), (o, S if keep else None)
 
@@ -314,21 +315,21 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
 
 
 def _in_segments(
-    products, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
+    passes: int | None, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Do the same as `_one_by_one` with few launches; return None for the inverses."""
     restarts = None if starts is None else starts.restarts(h0)
     w, u = None, v if form.to_end is None else form.to_end * v
     if form.A is not None:
         A_inv = _inverse(form.A)
-        w, u = (form.beta * solve(products, form.A, A_inv, y) for y in (form.e, v))
-    states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, products, by_maps)
+        w, u = (form.beta * solve(passes, form.A, A_inv, y) for y in (form.e, v))
+    states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, passes, by_maps)
     o = None
     if form.q is not None:
         here = state_scan.select_states(restarts, states)
-        v_new = v if w is None else u - products.dot(w, here)
-        seen = products.dot(form.q, here)
-        o = (seen if form.from_start is None else form.from_start * seen) + products.dot(form.scores, v_new)
+        v_new = v if w is None else u - state_scan.dot(w, here, passes)
+        seen = state_scan.dot(form.q, here, passes)
+        o = (seen if form.from_start is None else form.from_start * seen) + state_scan.dot(form.scores, v_new, passes)
     return o, states, S, None
 
 
@@ -339,24 +340,24 @@ def _inverse(A: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def solve(products: state_scan.Products, A: jax.Array, A_inv: jax.Array, R: jax.Array) -> jax.Array:
+def solve(passes: int | None, A: jax.Array, A_inv: jax.Array, R: jax.Array) -> jax.Array:
     """Return Y = (I + A)^-1 R for strictly lower A [..., C, C], its inverse A_inv, and R [..., C, D].
 
     dY = (I + A)^-1 (dR - dA Y): nothing is differentiated through the steps of the inverse.
     """
-    return products.dot(A_inv, R)
+    return state_scan.dot(A_inv, R, passes)
 
 
-def _solve_jvp(products, primals, tangents):
+def _solve_jvp(passes, primals, tangents):
     (_, A_inv, R), (dA, _, dR) = primals, tangents
-    Y = checkpoint_name(products.dot(A_inv, R), _SOLVED)
+    Y = checkpoint_name(state_scan.dot(A_inv, R, passes), _SOLVED)
     if isinstance(dR, SymbolicZero):
         dR = jnp.zeros(R.shape, R.dtype)
     # Where only the gradient of a state is asked for, dA is zero: to multiply it by Y would make the program find all
     # states.
     if not isinstance(dA, SymbolicZero):
-        dR = dR - products.dot(dA, Y)
-    return Y, products.dot(A_inv, dR)
+        dR = dR - state_scan.dot(dA, Y, passes)
+    return Y, state_scan.dot(A_inv, dR, passes)
 
 
 solve.defjvp(_solve_jvp, symbolic_zeros=True)

@@ -14,6 +14,7 @@ more scan, and the backward is one scan of the transposes.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,36 +33,34 @@ FEW_HEADS = 32
 SEGMENTS = 16
 
 
-class Products(NamedTuple):
-    """Products of matrices in arrays [..., h, m, n], of three bfloat16 passes where `passes` is 3; see `matmul`.
+def dot(a: jax.Array, b: jax.Array, passes: int | None) -> jax.Array:
+    """Return the products a b of matrices [..., h, m, n], of three bfloat16 passes where `passes` is 3; see `matmul`.
 
     Where b has r times as many heads as a, each head of a multiplies r heads of b next to one another.
     """
+    return _batched(matmul.dot, a, b, passes)
 
-    passes: int | None
 
-    def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a b."""
-        return self._batched(matmul.dot, a, b)
+def dot_nt(a: jax.Array, b: jax.Array, passes: int | None) -> jax.Array:
+    """Return the products a b^T, as `dot` does."""
+    return _batched(matmul.dot_nt, a, b, passes)
 
-    def dot_nt(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a b^T."""
-        return self._batched(matmul.dot_nt, a, b)
 
-    def dot_tn(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a^T b."""
-        return self._batched(matmul.dot_tn, a, b)
+def dot_tn(a: jax.Array, b: jax.Array, passes: int | None) -> jax.Array:
+    """Return the products a^T b, as `dot` does."""
+    return _batched(matmul.dot_tn, a, b, passes)
 
-    def _batched(self, product, a, b):
-        if (h := a.shape[-3]) != (heads := b.shape[-3]):
-            # The r heads are columns of one matrix.
-            b = jnp.moveaxis(b.reshape(*b.shape[:-3], h, heads // h, *b.shape[-2:]), -3, -2)
-            made = self._batched(product, a, b.reshape(*b.shape[:-2], -1))
-            made = jnp.moveaxis(made.reshape(*made.shape[:-1], *b.shape[-2:]), -2, -3)
-            return made.reshape(*made.shape[:-4], heads, *made.shape[-2:])
-        flat = lambda y: y.reshape(-1, *y.shape[-2:])
-        made = product(flat(a), flat(b), passes=self.passes)
-        return made.reshape(*a.shape[:-2], *made.shape[-2:])
+
+def _batched(product: Callable, a: jax.Array, b: jax.Array, passes: int | None) -> jax.Array:
+    if (h := a.shape[-3]) != (heads := b.shape[-3]):
+        # The r heads are columns of one matrix.
+        b = jnp.moveaxis(b.reshape(*b.shape[:-3], h, heads // h, *b.shape[-2:]), -3, -2)
+        made = _batched(product, a, b.reshape(*b.shape[:-2], -1), passes)
+        made = jnp.moveaxis(made.reshape(*made.shape[:-1], *b.shape[-2:]), -2, -3)
+        return made.reshape(*made.shape[:-4], heads, *made.shape[-2:])
+    flat = lambda y: y.reshape(-1, *y.shape[-2:])
+    made = product(flat(a), flat(b), passes=passes)
+    return made.reshape(*a.shape[:-2], *made.shape[-2:])
 
 
 class Chunks(NamedTuple):
@@ -98,7 +97,7 @@ def select_states(restarts: Restarts | None, S: jax.Array) -> jax.Array:
 
 
 def states_before(
-    x: Chunks, u: jax.Array, start: jax.Array, restarts: Restarts | None, products: Products, by_maps: bool
+    x: Chunks, u: jax.Array, start: jax.Array, restarts: Restarts | None, passes: int | None, by_maps: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the states that come into all chunks [n, h, K, V], and the state after the last one.
 
@@ -108,47 +107,47 @@ def states_before(
       start: [h, K, V].
       restarts: where sequences begin; None if none begins. The state before such a chunk is returned as the earlier
         sequence left it.
-      products: how products are computed.
+      passes: of products; see `dot`.
       by_maps: whether to compose the maps of segments.
     """
     if x.w is None:
-        added = products.dot_tn(x.k_end, u)
-        return _states(products, by_maps, Chunks(x.through, None, None), None, added, start, restarts)
-    return _states(products, by_maps, x, u, None, start, restarts)
+        added = dot_tn(x.k_end, u, passes)
+        return _states(passes, by_maps, Chunks(x.through, None, None), None, added, start, restarts)
+    return _states(passes, by_maps, x, u, None, start, restarts)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _states(products, by_maps, x: Chunks, u, added, start, restarts):
+def _states(passes, by_maps, x: Chunks, u, added, start, restarts):
     run = _by_maps if by_maps else _one_by_one
-    return run(products, x, u, added, start, restarts)
+    return run(passes, x, u, added, start, restarts)
 
 
 @_states.defjvp
-def _states_jvp(products, by_maps, primals, tangents):
+def _states_jvp(passes, by_maps, primals, tangents):
     x, u, _, _, restarts = primals
     dx, du, dadded, dstart, drestarts = tangents
-    states, last = _states(products, by_maps, *primals)
+    states, last = _states(passes, by_maps, *primals)
     if not by_maps:
         # To find the states again one by one would be too many launches.
         states = checkpoint_name(states, KEPT)
-    S, p = select_states(restarts, states), products
+    S = select_states(restarts, states)
     changed = dx.through * S
     if x.w is not None:
-        changed += p.dot_tn(dx.k_end, u - p.dot(x.w, S))
-        du = du - p.dot(dx.w, S)
+        changed += dot_tn(dx.k_end, u - dot(x.w, S, passes), passes)
+        du = du - dot(dx.w, S, passes)
     changed = changed if dadded is None else changed + dadded
     if restarts is not None:
         restarts = Restarts(restarts.first, drestarts.states)
-    return (states, last), _states(products, by_maps, x, du, changed, dstart, restarts)
+    return (states, last), _states(passes, by_maps, x, du, changed, dstart, restarts)
 
 
-def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
+def _one_by_one(passes: int | None, x: Chunks, u, added, start, restarts):
     def pass_chunk(S, each):
         x, u, added, restart = each
         here = select_states(restart, S)
         after = x.through * here
         if x.w is not None:
-            after += p.dot_tn(x.k_end, u - p.dot(x.w, here))
+            after += dot_tn(x.k_end, u - dot(x.w, here, passes), passes)
         return after if added is None else after + added, S
 
     # XLA fuses the work of four steps, apart from products, into one launch. `jax.export` may leave their number open.
@@ -157,34 +156,34 @@ def _one_by_one(p: Products, x: Chunks, u, added, start, restarts):
     return states, last
 
 
-def _by_maps(p: Products, x: Chunks, u, added, start, restarts):
+def _by_maps(passes: int | None, x: Chunks, u, added, start, restarts):
     n, K = u.shape[0], x.w.shape[-1]
-    M = x.through * jnp.eye(K, dtype=jnp.float32) - p.dot_tn(x.k_end, x.w)
-    N = p.dot_tn(x.k_end, u)
+    M = x.through * jnp.eye(K, dtype=jnp.float32) - dot_tn(x.k_end, x.w, passes)
+    N = dot_tn(x.k_end, u, passes)
     N = N if added is None else N + added
     # [L, segments, ...]: entry t has chunk t of every segment. The loops are in Python, because a loop of XLA would
     # copy what it reads.
     M, N, restarts = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(SEGMENTS, -1, *y.shape[1:]), 1, 0), (M, N, restarts))
     at = functools.partial(trees.at, restarts)
-    L, passes = n // SEGMENTS, None if restarts is None else ~jnp.any(restarts.first, axis=0)
+    L, passing = n // SEGMENTS, None if restarts is None else ~jnp.any(restarts.first, axis=0)
 
     # A segment takes a state S to P S + Q; if a sequence begins in the segment, its result is Q.
     P, Q = M[0], N[0]
     if restarts is not None:
-        Q = p.dot(M[0], select_states(at(0), jnp.zeros_like(Q))) + Q
+        Q = dot(M[0], select_states(at(0), jnp.zeros_like(Q)), passes) + Q
     for t in range(1, L):
         if restarts is not None:
             P = jnp.where(restarts.first[t][:, None, None, None], 0.0, P)
             Q = select_states(at(t), Q)
-        P, Q = p.dot(M[t], P), p.dot(M[t], Q) + N[t]
+        P, Q = dot(M[t], P, passes), dot(M[t], Q, passes) + N[t]
 
     starts = [start]
     for s in range(SEGMENTS - 1):
-        reached = p.dot(P[s], starts[-1])
-        starts.append(Q[s] + (reached if passes is None else jnp.where(passes[s], reached, 0.0)))
+        reached = dot(P[s], starts[-1], passes)
+        starts.append(Q[s] + (reached if passing is None else jnp.where(passing[s], reached, 0.0)))
 
     S, states = jnp.stack(starts), []
     for t in range(L):
         states.append(S)
-        S = p.dot(M[t], select_states(at(t), S)) + N[t]
+        S = dot(M[t], select_states(at(t), S), passes) + N[t]
     return jnp.stack(states, axis=1).reshape(n, *start.shape), S[-1]
