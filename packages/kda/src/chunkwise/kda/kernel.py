@@ -32,7 +32,7 @@ The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shar
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import config, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
@@ -52,51 +53,7 @@ STAGE, HALF_STAGE = 4, 8
 IN_SLOTS, LONG = ("readers", "ends", "through", "P"), 10
 
 
-class KdaFwdRefs(NamedTuple):
-    """The Refs of the forward; the arrays that a grid step leaves for the next one are of the chunk prev.
-
-    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
-    """
-
-    table: jax.Ref  # `chunk_spans.Spans`
-    q: jax.Ref  # [C, keys K]
-    k: jax.Ref  # [C, keys K]
-    v: jax.Ref  # [C, heads V] of prev
-    g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
-    beta: jax.Ref  # [heads, C]
-    e: jax.Ref  # [C, keys K]
-    b: jax.Ref  # [C, heads K]
-    w: jax.Ref  # [C, heads V] of prev
-    levels: jax.Ref  # int32 [C, 2 C], `tile.level_table`
-    exact_levels: jax.Ref  # int32 [C, 2 C], without base blocks
-    owner: jax.Ref  # int32 [1, 1, C]
-    initial_state: jax.Ref  # [heads, V, K]
-    law: jax.Ref  # [2, heads K]
-    pool: jax.Ref  # [heads, K, V], not padded
-    A_inv: jax.Ref  # [n, C, p C] of prev
-    scores: jax.Ref  # [n, 2 C, p C]
-    o: jax.Ref  # [C, heads V] of prev
-    ht: jax.Ref  # [heads, V, K]
-    h: jax.Ref  # [heads, V, K] of prev
-    v_new_over_beta: jax.Ref  # [C, heads V] of prev
-    A_inv_out: jax.Ref  # [n, C, p C] of prev
-    scores_out: jax.Ref  # [n, 2 C, p C]
-    pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, V, K]; the Ref ht, if the final states are requested
-    readers: jax.Ref  # rows that read the state before prev, [heads, 2 C or C, K]
-    ends: jax.Ref  # parts of rows that write the state after prev, [heads, parts C, K]
-    through: jax.Ref  # float32 [heads, 1, K], the decay over prev
-    decays: jax.Ref  # of `loads.store_block_decays`
-    continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
-    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
-    P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
-    inverses: jax.Ref  # float32 [n, C, p C], A_inv of three stages
-    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
-    owner_prev: jax.Ref  # int32 [1, 1, C]; of several chunks an operand
-
-
-def _fwd_kernel(refs: KdaFwdRefs, *, static: KdaStatic) -> None:
+def _fwd_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step."""
     chunk_loop.run_forward(
         refs,
@@ -108,9 +65,7 @@ def _fwd_kernel(refs: KdaFwdRefs, *, static: KdaStatic) -> None:
     )
 
 
-def _grid_step(
-    refs: KdaFwdRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: KdaStatic
-) -> None:
+def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Run both stages of a grid step."""
     heads, C, p, dtype = static.config.heads, static.C, static.p, refs.v.dtype
     valid, masks = cur.valid, cur.masks
@@ -156,7 +111,7 @@ def _grid_step(
                 pl.when(loads.beyond_base(refs.decays, range(n, n + p), static.K))(again)
 
 
-def by_head(refs: KdaFwdRefs, valid, static: KdaStatic) -> tuple[Callable, Callable]:
+def by_head(refs: KdaRefs, valid, static: KdaStatic) -> tuple[Callable, Callable]:
     """Return functions that load a query head and a key head of cur: `loads.load_keys` and `loads.load_unit_keys`.
 
     They load one head at a time, because all heads at once would not stay in registers.
@@ -167,7 +122,7 @@ def by_head(refs: KdaFwdRefs, valid, static: KdaStatic) -> tuple[Callable, Calla
 
 
 def rounded_betas(
-    refs: KdaFwdRefs, load_unit: Callable, betas, valid, static: KdaStatic, beta_rows=None
+    refs: KdaRefs, load_unit: Callable, betas, valid, static: KdaStatic, beta_rows=None
 ) -> tuple[list, jax.Array]:
     """Return the factors of all heads that make up for the rounding of keys, and betas times these factors.
 
@@ -185,7 +140,7 @@ def rounded_betas(
     return factors, packed.side_lanes(betas[:, None], static.p) if beta_rows is None else beta_rows
 
 
-def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: KdaStatic):
+def prepare(refs: KdaRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: KdaStatic):
     """Return the arrays of cur, for the pack of heads that begins with n, that the next grid step needs.
 
     Args:
@@ -219,7 +174,7 @@ def prepare(refs: KdaFwdRefs, n: int, load_q, load_unit, gates, betas, valid, ma
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
-def prepare_exactly(refs: KdaFwdRefs, n: int, gates, betas, beta_rows, valid, masks, static: KdaStatic) -> None:
+def prepare_exactly(refs: KdaRefs, n: int, gates, betas, beta_rows, valid, masks, static: KdaStatic) -> None:
     """Make the scores of a pack once more with a product for every level, and store the rows beyond base blocks.
 
     Other rows stay as they are: no bit of their results may depend on later gates. `beta_rows` are the second result of
@@ -252,7 +207,7 @@ def score_parts(scores, beta_row, dtype) -> jax.Array:
     return packed.concat_lanes(packed.split_bf16(scores[:, : scores.shape[1] // 2] * beta_row, dtype))
 
 
-def store_pack(refs: KdaFwdRefs, n: int, boundary, scores, beta_rows, factors, static: KdaStatic) -> None:
+def store_pack(refs: KdaRefs, n: int, boundary, scores, beta_rows, factors, static: KdaStatic) -> None:
     """Store the results of `prepare` for the next grid step; `factors` are from `loads.load_unit_keys`."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
     ends = ends if factors[0] is None else ends * jnp.concatenate(factors)
@@ -273,7 +228,7 @@ def stages_of(static: KdaStatic, most: int) -> list[slice]:
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
-def pass_chunk(refs: KdaFwdRefs, prev: stage_chunks.StageChunk, static: KdaStatic, dtype) -> Iterator[None]:
+def pass_chunk(refs: KdaRefs, prev: stage_chunks.StageChunk, static: KdaStatic, dtype) -> Iterator[None]:
     """Finish the inverse of prev and take the state through prev; yield where other products may stand."""
     A_inv = None if refs.A_inv is None else refs.A_inv[...]  # [heads / p, C, p C]
     if refs.A_inv is None:
@@ -292,7 +247,7 @@ def pass_chunk(refs: KdaFwdRefs, prev: stage_chunks.StageChunk, static: KdaStati
 
 
 def pass_state(
-    refs: KdaFwdRefs, prev: stage_chunks.StageChunk, S, A_inv, heads: slice, static: KdaStatic
+    refs: KdaRefs, prev: stage_chunks.StageChunk, S, A_inv, heads: slice, static: KdaStatic
 ) -> Iterator[None]:
     """Write the output of some heads of prev and take their state S [h, V, K] through prev; yield between products."""
     C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
@@ -412,7 +367,7 @@ def plan(
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
     return dict(
         body=functools.partial(body, static=static),
-        refs=KdaFwdRefs,
+        refs=KdaRefs,
         name=f"chunk_{operator}_{'fwd' if with_output else 'summary'}_c{C}",
         # More grid steps, because the state goes through a chunk one or two grid steps after the chunk is prepared.
         grid=(B, HV // heads, x.spans(static) + stages - 1),

@@ -14,53 +14,12 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import config, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared.kernels import nonfinite, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
 
 
-class KdaBwdRefs(NamedTuple):
-    """The Refs of the backward, all of one chunk.
-
-    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
-    """
-
-    table: jax.Ref  # `chunk_spans.Spans`
-    q: jax.Ref  # [C, keys K]
-    k: jax.Ref  # [C, keys K]
-    g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
-    beta: jax.Ref  # [heads, C]
-    A_inv: jax.Ref  # [n, C, p C]
-    scores: jax.Ref  # [n, 2 C, p C]
-    do: jax.Ref  # [C, heads V]
-    v: jax.Ref  # [C, heads V], only with w
-    e: jax.Ref  # [C, keys K]
-    b: jax.Ref  # [C, heads K]
-    w: jax.Ref  # [C, heads V]
-    levels: jax.Ref  # int32 [2 C, C], `pair_table`
-    exact_levels: jax.Ref  # int32 [2 C, C], without base blocks
-    owner: jax.Ref  # int32 [1, 1, C]
-    h: jax.Ref  # [heads, V, K]
-    v_new_over_beta: jax.Ref  # [C, heads V]
-    dht: jax.Ref  # [heads, V, K]
-    law: jax.Ref  # [2, heads K]
-    dq: jax.Ref  # [C, keys K]
-    dk: jax.Ref  # [C, keys K]
-    dv: jax.Ref  # [C, heads V]
-    dg: jax.Ref  # [C, heads K] or [heads, C]
-    dbeta: jax.Ref  # [heads, C]
-    de: jax.Ref  # [C, keys K]
-    db: jax.Ref  # [C, heads K]
-    dw: jax.Ref  # [C, heads V]
-    dh0: jax.Ref  # [heads, V, K]
-    dlaw: jax.Ref  # [2, heads K]
-    dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
-    decays: jax.Ref  # of `loads.store_block_decays`
-    exact_decays: jax.Ref  # the same of a pack, without base blocks
-    beyond: jax.Ref  # float32 [heads, 4 C, K], of `gradients_beyond_base`
-    continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
-
-
-def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
+def _bwd_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     clear_sums(refs)
     results, in_lanes = results_of(refs, static)
@@ -75,19 +34,19 @@ def _bwd_kernel(refs: KdaBwdRefs, *, static: KdaStatic) -> None:
     )
 
 
-def results_of(refs: KdaBwdRefs, static: KdaStatic) -> tuple[tuple, tuple]:
+def results_of(refs: KdaRefs, static: KdaStatic) -> tuple[tuple, tuple]:
     """Return the Refs of gradients of tokens, whose tokens lie in the rows, and in the lanes."""
     results, in_lanes = (refs.dq, refs.dk, refs.dv, refs.de, refs.db, refs.dw), (refs.dbeta,)
     return ((*results, refs.dg), in_lanes) if static.per_channel else (results, (refs.dg, *in_lanes))
 
 
-def clear_sums(refs: KdaBwdRefs) -> None:
+def clear_sums(refs: KdaRefs) -> None:
     """Clear the sums over the tokens of a row of the batch where the row begins."""
     if refs.dlaw is not None:
         pl.when(pl.program_id(2) == 0)(functools.partial(layout.clear, refs.dlaw))
 
 
-def _grid_step(refs: KdaBwdRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
+def _grid_step(refs: KdaRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Run a grid step."""
     x, dtype = loads.load_chunk(refs, chunk.valid, chunk.masks, static), refs.do.dtype
     A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
@@ -130,7 +89,7 @@ class Gradients(NamedTuple):
 
 
 def token_gradients(
-    refs: KdaBwdRefs, x: loads.Loaded, residuals, of_values, dS, same, static: KdaStatic
+    refs: KdaRefs, x: loads.Loaded, residuals, of_values, dS, same, static: KdaStatic
 ) -> Generator[None, None, tuple[Gradients, jax.Array]]:
     """Return the gradients of tokens, and d_scores; a generator that yields where other products may stand.
 
@@ -179,7 +138,7 @@ def _of_pack(x: loads.Loaded, n: int, factors, levels, d_scores, dtype, static: 
 
 
 def store_beyond_base(
-    refs: KdaBwdRefs, x: loads.Loaded, first: Gradients, d_scores, chunks: list, static: KdaStatic
+    refs: KdaRefs, x: loads.Loaded, first: Gradients, d_scores, chunks: list, static: KdaStatic
 ) -> None:
     """Add the pairs of rows that base blocks cannot have, if there are any, to the gradients that `store` has stored.
 
@@ -205,7 +164,7 @@ def store_beyond_base(
 
 
 def gradients_beyond_base(
-    refs: KdaBwdRefs, x: loads.Loaded, first: Gradients, d_scores, same, static: KdaStatic
+    refs: KdaRefs, x: loads.Loaded, first: Gradients, d_scores, same, static: KdaStatic
 ) -> Gradients:
     """Return gradients with the pairs of rows that base blocks cannot have, by a product for every level.
 
@@ -232,7 +191,7 @@ def gradients_beyond_base(
     return first._replace(dq=first.dq + dq, de=first.de + de, dk=first.dk + dk, dg=dg)
 
 
-def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
+def store(refs: KdaRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Store the gradients of the tokens of a chunk, whose keys are k [heads, C, K] float32."""
     valid, dv = chunk.valid, x.dv
     stored = valid if static.varlen else None
@@ -247,7 +206,7 @@ def store(refs: KdaBwdRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.Stag
 
 
 def store_interaction(
-    refs: KdaBwdRefs, x: Gradients, k, chunk: stage_chunks.StageChunk, static: KdaStatic,
+    refs: KdaRefs, x: Gradients, k, chunk: stage_chunks.StageChunk, static: KdaStatic,
     before: Gradients | None = None,
 ) -> None:  # fmt: skip
     """Store the gradients of queries, keys and gates of a chunk, as `store` does.
@@ -291,7 +250,7 @@ def _store_in_lanes(ref, x, span: chunk_spans.Span, stored, C: int) -> None:
     ref[...] = x if stored is None else jnp.where(span.columns(C), x, ref[...])
 
 
-def through_law(refs: KdaBwdRefs, valid, dg, static: KdaStatic, before=None):
+def through_law(refs: KdaRefs, valid, dg, static: KdaStatic, before=None):
     """Return the gradient of raw gates for the gradient dg [C, heads K] of decays; add to dA_log and ddt_bias.
 
     A gradient `before` is in dA_log and ddt_bias already.
@@ -308,7 +267,7 @@ def through_law(refs: KdaBwdRefs, valid, dg, static: KdaStatic, before=None):
     return found[0]
 
 
-def not_finite(refs: KdaBwdRefs, static: KdaStatic) -> jax.Array:
+def not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
     if refs.v_new_over_beta is None:
         of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
@@ -357,7 +316,7 @@ def plan(
     gates = {"db": (channels, x.b), "dw": (value, x.w)}
     return dict(
         body=functools.partial(body, static=static),
-        refs=KdaBwdRefs,
+        refs=KdaRefs,
         name=f"chunk_{operator}_{'bwd' if of_tokens else 'bwd_state'}_c{C}",
         grid=(B, blocks, static.spans),
         tables={"table": x.table},

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel_bwd, loads, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared import trees
 from chunkwise.shared.kernels import packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
@@ -37,8 +38,8 @@ class KdaGroup(NamedTuple):
     """
 
     chunks: list[stage_chunks.StageChunk]
-    views: list[kernel_bwd.KdaBwdRefs]
-    refs: kernel_bwd.KdaBwdRefs
+    views: list[KdaRefs]
+    refs: KdaRefs
     x: loads.Loaded
     A_inv: jax.Array
     scores: jax.Array
@@ -57,7 +58,7 @@ def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: 
     return kernel_bwd.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
 
-def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
+def _kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     """Take the gradient of the state back through the chunks of a grid step."""
     kernel_bwd.clear_sums(refs)
     views = loads.of_chunks(refs, static, static.config.heads_bwd)
@@ -73,7 +74,7 @@ def _kernel(refs: kernel_bwd.KdaBwdRefs, *, static: KdaStatic) -> None:
 
 
 def _grid_step(
-    refs: kernel_bwd.KdaBwdRefs, chunks: list[stage_chunks.StageChunk], static: KdaStatic
+    refs: KdaRefs, chunks: list[stage_chunks.StageChunk], static: KdaStatic
 ) -> list[stage_chunks.StageChunk]:
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
     views, groups, finished = loads.of_chunks(refs, static, static.config.heads_bwd), [], []

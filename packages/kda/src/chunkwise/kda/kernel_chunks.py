@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.kda import kernel, loads
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import inverse
 from chunkwise.shared.kernels.spans import chunk_loop, schedule, stage_chunks
@@ -37,7 +38,7 @@ def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: 
     return kernel.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
 
-def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
+def _kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
     handed, slots = {name: getattr(refs, name) for name in kernel.IN_SLOTS}, refs.readers.shape[0]
     slot = lax.rem(pl.program_id(2), jnp.int32(slots))
@@ -54,7 +55,7 @@ def _kernel(refs: kernel.KdaFwdRefs, *, static: KdaStatic) -> None:
     )
 
 
-def _grid_step(refs: kernel.KdaFwdRefs, of_stages: list[list[stage_chunks.StageChunk]], static: KdaStatic) -> None:
+def _grid_step(refs: KdaRefs, of_stages: list[list[stage_chunks.StageChunk]], static: KdaStatic) -> None:
     """Run all stages of a grid step on their chunks."""
     cur, *_, prev = of_stages
     views, p = loads.of_chunks(refs, static, static.config.heads), static.p
@@ -118,7 +119,7 @@ def _order(static: KdaStatic, stages: int) -> str:
     return tuning.find_order("chunkwise.kda", f"{stages} stages, {chunks} chunks", size, otherwise)
 
 
-def _invert(refs: kernel.KdaFwdRefs, inverses: list) -> Iterator[None]:
+def _invert(refs: KdaRefs, inverses: list) -> Iterator[None]:
     """Append the inverses of the chunks of a stage to `inverses`, unfinished ones before them."""
     A, parts = refs.A[...], 2 if refs.readers.dtype == jnp.bfloat16 else 3
     if refs.blocks is None:
@@ -132,7 +133,7 @@ def _invert(refs: kernel.KdaFwdRefs, inverses: list) -> Iterator[None]:
 
 
 def _pass_chunks(
-    refs: kernel.KdaFwdRefs, views: list, prev: list, static: KdaStatic, inverting: Iterator, inverses: list
+    refs: KdaRefs, views: list[KdaRefs], prev: list, static: KdaStatic, inverting: Iterator, inverses: list
 ) -> Iterator[None]:
     """Take the state through the chunks prev, some heads behind others; yield where other products may stand."""
     if refs.inverses is None:

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
+from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared.kernels import matmul, nonfinite, packed, tiles
 from chunkwise.shared.kernels.spans import layout
 
@@ -92,7 +93,7 @@ def rows_beyond_base(ref, pack: range, K: int, C: int) -> jax.Array:
     return packed.concat_lanes(rows)
 
 
-def of_chunks(refs, static: KdaStatic, heads: int) -> list:
+def of_chunks(refs: KdaRefs, static: KdaStatic, heads: int) -> list[KdaRefs]:
     """Return the Refs of every chunk of a grid step of several chunks, of which each has so many heads."""
     keys = "q", "k", "e", "dq", "dk", "de"
     tokens = *keys, "v", "b", "w", "o", "v_new_over_beta", "do", "dv", "db", "dw"
@@ -105,7 +106,7 @@ def of_chunks(refs, static: KdaStatic, heads: int) -> list:
         at |= dict.fromkeys(("readers", "ends", "through"), each(heads))
         at |= dict.fromkeys(("A", "blocks", "P"), each(heads // static.p))
         at["decays"] = slice(None), each(heads * static.K // packed.LANES)
-        present = {name: getattr(refs, name, None) for name in at}
+        present = {name: getattr(refs, name) for name in at}
         return refs._replace(**{name: ref.at[at[name]] for name, ref in present.items() if ref is not None})
 
     return [of_chunk(i) for i in range(static.chunks)]
@@ -117,7 +118,7 @@ def load_keys(ref, valid, static: KdaStatic, which: slice = slice(None)) -> jax.
     return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
 
 
-def load_unit_keys(refs, valid, static: KdaStatic, which: slice = slice(None)) -> tuple[Any, ...]:
+def load_unit_keys(refs: KdaRefs, valid, static: KdaStatic, which: slice = slice(None)) -> tuple[Any, ...]:
     """Return keys as `load_keys` does, erase keys or None, and a factor for the step sizes or None.
 
     The factor [key heads, C, 1] makes up for the rounding of keys: see `tiles.unit_keys`. If erase keys have unit
@@ -142,12 +143,12 @@ def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
     return jnp.swapaxes(joined, 0, 1)[: len(columns)]
 
 
-def load_erase_gates(refs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
+def load_erase_gates(refs: KdaRefs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
     """Return the erase gates of some value heads, float32 [heads, C, K]."""
     return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
 
 
-def gated_keys(refs, k, e, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
+def gated_keys(refs: KdaRefs, k, e, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
     """Return the erase keys of some value heads: e, or keys k for None, times their erase gates if there are any."""
     e = k if e is None else e
     return e if refs.b is None else e * load_erase_gates(refs, valid, static, heads)
@@ -170,13 +171,13 @@ def gated_rounding(k, e) -> jax.Array:
     return lax.stop_gradient(jnp.where(made_up, took / jnp.where(made_up, took + excess, 1.0), 1.0))
 
 
-def load_values(refs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
+def load_values(refs: KdaRefs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
     """Return values, times their write gates if there are any, float32 [heads, C, V]."""
     v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
     return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
 
 
-def load_gates(refs, valid, static: KdaStatic) -> tuple[jax.Array, jax.Array]:
+def load_gates(refs: KdaRefs, valid, static: KdaStatic) -> tuple[jax.Array, jax.Array]:
     """Return gates [C, heads K] and beta [heads, C], zero in rows that are not valid; with a law, gates are raw."""
     g, beta = refs.g[...], refs.beta[...]
     valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
@@ -206,7 +207,7 @@ def more_bytes(x: KdaOperands) -> int:
     return sum(y.size * y.dtype.itemsize for y in (x.e, x.b, x.w) if y is not None)
 
 
-def decays_of(g, refs, valid, static: KdaStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
+def decays_of(g, refs: KdaRefs, valid, static: KdaStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
     """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
 
     `unit` and `exact` as in `gate_activation.Law`.
@@ -224,7 +225,7 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
         ref[...] = jnp.broadcast_to(tile.continuing(masks.same)[0], ref.shape)
 
 
-def tokens_not_finite(refs, static: KdaStatic) -> jax.Array:
+def tokens_not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in q, k, g, beta, erase keys or erase gates, float32 [1, C, 1]."""
     g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
     # A gate of -inf is allowed: it forgets everything.
@@ -236,12 +237,12 @@ def tokens_not_finite(refs, static: KdaStatic) -> jax.Array:
     return nonfinite.rows_not_finite(*keys, g, beta)
 
 
-def values_not_finite(refs, static: KdaStatic) -> jax.Array:
+def values_not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
     return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))
 
 
-def base_of(refs, static: KdaStatic) -> int:
+def base_of(refs: KdaRefs, static: KdaStatic) -> int:
     """Return the base of the decays: if only dh0 is requested, no decay between two rows of a chunk is needed."""
     return 0 if refs.dq is None else static.base
 
@@ -275,7 +276,7 @@ class Loaded(NamedTuple):
         return self.k if self.erase is None else self.erase
 
 
-def load_chunk(refs, valid, masks, static: KdaStatic) -> Loaded:
+def load_chunk(refs: KdaRefs, valid, masks, static: KdaStatic) -> Loaded:
     """Load the tokens of a chunk, and store its decays in scratch memory; `valid` and `masks` as in `StageChunk`."""
     heads = static.config.heads_bwd
     if masks is not None:

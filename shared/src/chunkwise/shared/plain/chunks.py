@@ -325,7 +325,7 @@ def _in_segments(
         w, u = (form.beta * solve(passes, form.A, A_inv, y) for y in (form.e, v))
     states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, passes, by_maps)
     o = None
-    if form.q is not None:
+    if form.q is not None and form.scores is not None:
         here = state_scan.select_states(restarts, states)
         v_new = v if w is None else u - state_scan.dot(w, here, passes)
         seen = state_scan.dot(form.q, here, passes)
