@@ -23,10 +23,7 @@ THOROUGH = dict(
 @pytest.mark.parametrize(
     ("of", "dtype", "config"),
     [
-        ("sequences", jnp.float32, None),
-        ("sequences with states", jnp.float32, None),
-        ("rows", jnp.float32, None),
-        ("rows with states", jnp.float32, None),
+        *((of + states, jnp.float32, None) for of in ("sequences", "rows") for states in ("", " with states")),
         ("sequences", jnp.bfloat16, Config(heads=1, heads_bwd=2)),
     ],
 )

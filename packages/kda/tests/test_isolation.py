@@ -17,9 +17,7 @@ THOROUGH = dict(test_isolated=True)
 @pytest.mark.parametrize(
     ("of", "dtype", "bound"),
     [
-        ("rows with states", jnp.float32, None),
-        ("sequences with states", jnp.float32, None),
-        ("sequences", jnp.float32, None),
+        *((of, jnp.float32, None) for of in ("rows with states", "sequences with states", "sequences")),
         # One product over blocks of 8 rows, in the backward too, or in the forward of bfloat16 alone.
         ("sequences", jnp.float32, -5.0),
         ("sequences", jnp.bfloat16, None),
