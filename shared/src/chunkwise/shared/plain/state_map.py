@@ -46,7 +46,8 @@ def augment_with_identity(
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (n, HV, K, K))
     if most_channels is None or most_channels >= V + K:
         both, precomputed = states_after(x._replace(initial_state=jnp.concatenate([start, identity], axis=3)))
-        return AffineMap(both[..., V:], both[..., :V]), precomputed
+        states, M = both[..., :V], both[..., V:]
+        return AffineMap(M, states), precomputed
     nothing = jnp.zeros((*x.v.shape[:3], K), x.v.dtype)
     M, _ = states_after(x._replace(v=nothing, w=None, initial_state=identity))
     states, precomputed = states_after(x._replace(initial_state=start))
