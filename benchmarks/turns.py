@@ -134,11 +134,10 @@ def turns_of(case: Layer) -> Turns:
         found = re.search(r"_([a-z]+)_c(\d+)", launch)
         if found is None:  # a convolution or a norm
             return None
-        if case.table.delta and not has_second_path(case) and "_summary_" in launch:
-            # A state begins and ends once.
-            return loop.turns - 2, [1] * len(loop.regions)
         if case.table.delta and not (loop.regions and has_second_path(case)):
-            return None
+            # A state begins and ends once. In the backward it counts in every step.
+            once = loop.regions and not has_second_path(case) and "_bwd_" not in launch
+            return (loop.turns - 2, [1] * len(loop.regions)) if once else None
         if case.table.delta and "_bwd_" in launch:
             # The second path has regions of packs of heads inside; beside it the gradient of the state begins.
             inside = lambda x: any(x is not y and y.start <= x.start and x.stop <= y.stop for y in loop.regions)

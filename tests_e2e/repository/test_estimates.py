@@ -96,9 +96,11 @@ def test_regions_that_a_layer_runs():
     assert kda("chunk_kda_bwd_c64.1", regions()) is None
     nested = Loop(10, 0, 5, [Region(0, 3, 30), Region(4, 9, 3000), Region(5, 6, 700)])
     assert kda("chunk_kda_bwd_c64.1", nested) == (8, [8, 0, 0])
-    assert delta("chunk_gated_delta_rule_fwd_c64.1", regions(30)) is None
-    # A map loads its states once, and stores them once.
+    # A forward loads its states once, and a map stores them once, too.
+    assert delta("chunk_gated_delta_rule_fwd_c64.1", regions()) is None
+    assert delta("chunk_gated_delta_rule_fwd_c64.1", regions(30)) == (8, [1])
     assert delta("chunk_gated_delta_rule_summary_c64.1", regions(30, 40)) == (8, [1, 1])
+    assert delta("chunk_gated_delta_rule_bwd_c64.1", regions(30)) is None
     steps, runs = gla("chunk_gla_fwd_c64.1", regions(100, 200))
     assert gla("chunk_gla_fwd_c64.1", regions(100, 3, 200)) == (steps, [runs[0], steps, runs[1]])
 

@@ -12,9 +12,8 @@ One grid step makes P of a chunk, and the part of A_inv that takes no products; 
 through the chunk. With several chunks a grid step, turns take the place of grid steps, and the end of each overlaps
 with the next one. If an earlier launch over the same tokens has made A_inv, it is read.
 
-With bfloat16 tensors, S is rounded to bfloat16 in its products, and only there. A_inv, P, R and U must not be rounded
-to 8 bits, because where keys repeat they oscillate, and sums over them cancel. They keep 16 bits, as two bfloat16
-parts.
+With bfloat16 tensors, S, A_inv, P, R and U enter products as two bfloat16 parts, 16 bits. They must not be rounded to 8
+bits, because where keys repeat they oscillate, and sums over them cancel.
 
 The matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed): n = heads / p packs. States
 are [K, V], as the user has them.
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import config, loads, tile
@@ -142,6 +142,8 @@ def _grid_turns(
     q, last.k_prev[...], refs.g_late[...], refs.beta_late[...], _ = loads.load_chunk(last, chunks[-1].valid, s, static)
     if q is not None:
         last.q_prev[...] = q
+    # The first grid step has no state to pass. What the next one finds is the state before the first token.
+    chunk_loop.start_state(refs.state, refs.initial_state, pl.program_id(2) == 0)
 
 
 def _grid_step(
@@ -190,11 +192,11 @@ def _turn(
             pass
         yield
         if needs_state:
-            state_reads[stage.first] = read_state(refs, prev, stage)
+            state_reads[stage.first] = read_state(refs, prev, stage, static)
 
     def read_and_pass(stage: tile.Heads) -> Iterator[None]:
         if stage.first not in state_reads:
-            state_reads[stage.first] = read_state(refs, prev, stage)
+            state_reads[stage.first] = read_state(refs, prev, stage, static)
             yield
         reads = state_reads.pop(stage.first)
         yield from pass_chunk(refs, prev, A_inv, stage, reads, static)
@@ -245,14 +247,19 @@ def prepare(refs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: Fuse
     return staged
 
 
-def read_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads):
+def load_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads, static: FusedStatic) -> jax.Array:
+    """Return the states [heads, K, V] of some heads before prev; with several chunks a grid step they are stored."""
+    return refs.state[part.values_at] if static.chunks > 1 else chunk_loop.load_state(refs, prev, part.values_at)
+
+
+def read_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads, static: FusedStatic):
     """Multiply keys and queries of prev by the state before it.
 
     Returns:
       The decay from the start of the chunk [heads, C, V], and the products of keys and of queries [heads, C, V]
       float32.
     """
-    S = chunk_loop.load_state(refs, prev, part.values_at)  # [heads, K, V]
+    S = load_state(refs, prev, part, static)
     k = refs.k_prev[part.keys_at]  # [key heads, C, K]
     if refs.h is not None:
         refs.h[part.values_at] = S.astype(refs.h.dtype)
@@ -274,21 +281,21 @@ def pass_chunk(
       state_reads: the result of `read_state` for these heads.
       static: the static description of the launch.
     """
-    (start, KS, QS), dtype, p = state_reads, refs.k.dtype, part.p
+    (start, KS, QS), dtype = state_reads, refs.k.dtype
     # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
     # the last token.
     stored = prev.valid if static.varlen else None
     v = layout.load_heads(refs.v, part.V, part.values_at, prev.valid).astype(jnp.float32)  # [heads, C, V]
     A_inv = packed.concat_lanes(packed.split_bf16(A_inv[part.packs_at], dtype))
-    v_new_over_beta = packed.multiply_packed(A_inv, v - start * KS, p, dtype)  # [heads, C, V]
+    v_new_over_beta = tile.multiply_parts(A_inv, v - start * KS, part, dtype)  # [heads, C, V]
     if refs.v_new_over_beta is not None:
         layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, part.first)
     yield
     k, end = refs.k_prev[part.keys_at], tile.head_columns(refs.end[part.packs_at], part, part.V)
     if QS is not None:
-        inside = packed.multiply_packed(refs.scores[part.packs_at], v_new_over_beta, p, dtype)  # [heads, C, V]
+        inside = tile.multiply_parts(refs.scores[part.packs_at], v_new_over_beta, part, dtype)  # [heads, C, V]
         layout.store_heads(refs.o, (static.scale * start) * QS + inside, stored, part.first)
-    S = chunk_loop.load_state(refs, prev, part.values_at)
+    S = load_state(refs, prev, part, static)
     refs.state[part.values_at] = start[:, -1:] * S + tile.write_state(k, end * v_new_over_beta, part)
 
 
