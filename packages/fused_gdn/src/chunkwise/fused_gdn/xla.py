@@ -1,7 +1,5 @@
 """The gated delta rule in plain JAX: the mathematics of its chunks, for `chunkwise.shared.plain.chunks`."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,25 +10,8 @@ from chunkwise.shared.kernels import chunking, matmul, tiles
 from chunkwise.shared.plain import chunks, state_scan
 
 
-class Decays(NamedTuple):
-    """The decays of chunks, rows [NT, HV, 1, C].
-
-    Attributes:
-      coarse, fine: parts of the cumulative gates, in nats; see `split_gate`.
-      from_start: from the start of the chunk to each token, 0 for tokens of later sequences.
-      to_end: from each token to the end of the chunk, 0 for tokens of sequences that ended.
-      through: [NT, HV, 1, 1], the decay over the whole chunk, 0 if another sequence begins in it.
-    """
-
-    coarse: jax.Array
-    fine: jax.Array
-    from_start: jax.Array
-    to_end: jax.Array
-    through: jax.Array
-
-
 def make_form(x: chunks.Tokens, options: arguments.Options, passes: int | None) -> chunks.Form:
-    """Return the chunk form of tokens with `Decays`."""
+    """Return the chunk form of tokens whose gates are `find_decays`."""
     C, repeat = x.v.shape[2], x.of_value_heads
     q, k, beta = x.q, x.k, x.beta
     if options.use_qk_l2norm_in_kernel:
@@ -68,8 +49,14 @@ def _swap(rows: jax.Array) -> jax.Array:
     return jnp.swapaxes(rows, 2, 3)
 
 
-def find_decays(g: jax.Array, masks: chunking.StreamMasks | None) -> Decays:
-    """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`."""
+def find_decays(g: jax.Array, masks: chunking.StreamMasks | None) -> tuple[jax.Array, ...]:
+    """Return the decays of chunks from their gates g, rows [NT, HV, 1, C], within the sequences of `masks`.
+
+    Returns:
+      Two parts of the cumulative gates, in nats, see `split_gate`; the decays from the start of the chunk to each
+      token, 0 for tokens of later sequences, and from each token to the end of the chunk, 0 for tokens of sequences
+      that ended; all are rows. The decays over whole chunks [NT, HV, 1, 1], 0 if another sequence begins in it.
+    """
     if masks is None:
         coarse, fine = (lax.cumsum(part, axis=3) for part in tile.split_gate(g))
         # These are sums from the end. As a difference to the last row, the decay 1 of the last row would get gradients
@@ -77,14 +64,14 @@ def find_decays(g: jax.Array, masks: chunking.StreamMasks | None) -> Decays:
         after = lax.cumsum(g, axis=3, reverse=True)[..., 1:]
         to_end = jnp.exp(jnp.pad(after, [(0, 0), (0, 0), (0, 0), (0, 1)]))
         from_start = jnp.exp(coarse + fine)
-        return Decays(coarse, fine, from_start, to_end, from_start[..., -1:])
+        return coarse, fine, from_start, to_end, from_start[..., -1:]
     # Sums go over one sequence only, so that no sequence changes the rounding of another.
     C, same = g.shape[3], masks.same
     coarse, fine = (_sums(part, same & tiles.lower(C)) for part in tile.split_gate(g))
     from_start = jnp.where(masks.carried[:, None, None], jnp.exp(coarse + fine), 0.0)
     to_end = jnp.where(masks.ending[:, None, None], jnp.exp(_sums(g, same & ~tiles.lower(C))), 0.0)
     through = jnp.where(masks.through[:, None, None, None], from_start[..., -1:], 0.0)
-    return Decays(coarse, fine, from_start, to_end, through)
+    return coarse, fine, from_start, to_end, through
 
 
 def _sums(g, selected):
