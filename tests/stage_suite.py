@@ -4,10 +4,11 @@ A package describes its stage in a `StageSpec` and derives its class of tests fr
 of tests here that fit. Its own tests are about what other stages lack.
 
     class TestStage(stages.StageTests):
-        stage = stages.StageSpec(chunk_scaled_dot_kkt, ("k", "beta", "g_cum"), ("A",), stage_oracle.kkt, cost)
+        stage = stages.StageSpec(chunk_scaled_dot_kkt, ("k", "beta", "g_cum"), ("A",), stage_oracle.kkt)
 """
 
 import dataclasses
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -66,7 +67,6 @@ class StageSpec:
       arguments: names of the arrays; an array `g_cum` may hold gates per channel.
       results: names of the results, in order.
       definition: the stage in float64, with the same names of arrays.
-      cost: the function of cost.
       renamed: names of arguments in `inputs`, where they differ.
       inputs: the arrays of a case, by name.
       shared: further arrays, which all sequences share, by name.
@@ -86,7 +86,6 @@ class StageSpec:
     arguments: tuple[str, ...]
     results: tuple[str, ...]
     definition: Callable | None = None
-    cost: Callable | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     inputs: Callable[[cases.Case], Mapping[str, jax.Array]] = cases.Case.arguments
     shared: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -429,11 +428,12 @@ def _program(stage: StageSpec, chunk_size: int, K: int, packed: bool) -> tuple[C
 
 
 class CostTests(OfStage):
-    """The documentation states the flops of the one function of cost, which every launch uses."""
+    """The documentation states the flops of the package's one function of cost, which every launch uses."""
 
     @pytest.mark.parametrize("C", [16, 64, 128])
     def test_documented_flops(self, C):
-        cost = self.stage.cost
+        package = self.stage.function.__module__.rpartition(".")[0]
+        cost = importlib.import_module(f"{package}.config").cost
         sizes = _accepted(cost, B=2, T=384, H=3, HV=6, K=96, V=80, C=C)
         for spec in self.stage.costs:
             forward = cost(**sizes | spec.options).flops

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_h import Config, chunk_fwd_h, chunk_gated_delta_rule_fwd_h
-from chunkwise.chunk_h.config import cost
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
@@ -56,7 +55,6 @@ class TestDeltaRule(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
         arguments=("k", "w", "u", "g_cum", "initial_state"),
         results=("h", "v_new", "final_state"),
         definition=stage_oracle.states,
-        cost=cost,
         costs=(
             stages.CostSpec(dict(delta_rule=True), backward=2),
             stages.CostSpec(dict(delta_rule=False), backward=2, function=chunk_fwd_h),

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 
 from chunkwise.chunk_o import Config, chunk_fwd_o
-from chunkwise.chunk_o.config import cost
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
@@ -15,7 +14,6 @@ class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
         arguments=("q", "k", "v", "h", "g_cum"),
         results=("o",),
         definition=stage_oracle.output,
-        cost=cost,
         costs=(stages.CostSpec(), stages.CostSpec(dict(per_channel=True), documented=dict(H=6))),
         # The one stage whose result is in the type of its values: v_new is float32 whatever the inputs are.
         renamed=dict(v="v_new"),

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.cumsum import Config, chunk_local_cumsum
-from chunkwise.cumsum.config import cost
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
@@ -17,7 +16,6 @@ FORWARD = stages.StageSpec(
     arguments=("g",),
     results=("g_cum",),
     definition=stage_oracle.cumsum,
-    cost=cost,
     costs=(stages.CostSpec(dict(K=1), dict(K=1)), stages.CostSpec()),
     inputs=lambda case: dict(g=case.arguments()["g"].astype(case.dtype)),
     split=("cu_seqlens",),

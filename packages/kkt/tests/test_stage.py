@@ -1,7 +1,6 @@
 """The tests that all stages have."""
 
 from chunkwise.kkt import Config, chunk_scaled_dot_kkt
-from chunkwise.kkt.config import cost
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
@@ -13,7 +12,6 @@ class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
         arguments=("k", "beta", "g_cum"),
         results=("A",),
         definition=stage_oracle.kkt,
-        cost=cost,
         # The gradient takes the scores of the key heads once more, and two products for every value head.
         costs=(
             stages.CostSpec(backward=5),
