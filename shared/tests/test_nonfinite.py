@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.kernels.nonfinite import not_finite, only_if, rows_not_finite, whole_sequences
+from chunkwise.shared.kernels.spans.nonfinite import not_finite, only_if, rows_not_finite, whole_sequences
 
 BAD = (jnp.nan, jnp.inf, -jnp.inf, -jnp.nan)
 

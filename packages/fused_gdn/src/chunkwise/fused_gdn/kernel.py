@@ -19,7 +19,7 @@ The matrices of p heads lie side by side in the lanes ("packed", see shared.kern
 are [K, V], as the user has them.
 
 A chunk of a stream, or of rows of segments, may hold several sequences or padding. Only grid steps with such a chunk
-compute with masks. Sequences that are not finite are then zero in all products, see shared.kernels.nonfinite, and all
+compute with masks. Sequences that are not finite are then zero in all products, see kernels.spans.nonfinite, and all
 their results in that chunk, in all heads of the grid step, become NaN.
 """
 

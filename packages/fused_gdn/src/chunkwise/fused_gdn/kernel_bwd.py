@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import config, loads, tile, tile_bwd
-from chunkwise.shared.kernels import matmul, nonfinite, packed, tiles
-from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels import matmul, packed, tiles
+from chunkwise.shared.kernels.spans import chunk_loop, layout, nonfinite, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 

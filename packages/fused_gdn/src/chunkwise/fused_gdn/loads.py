@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
-from chunkwise.shared.kernels import nonfinite, tiles
-from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels import tiles
+from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.operands import FusedStatic
 
 

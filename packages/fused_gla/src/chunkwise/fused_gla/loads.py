@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import tile
 from chunkwise.fused_gla.operands import GlaStatic
-from chunkwise.shared.kernels import matmul, nonfinite, tiles
-from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels import matmul, tiles
+from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
 
 

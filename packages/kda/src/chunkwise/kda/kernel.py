@@ -20,7 +20,7 @@ keys repeat, U oscillates and sums over it cancel. They keep 16 bits, as two bfl
 
 Chunks of a packed batch without states, or of rows of segments, may hold several sequences or padding. Only grid steps
 with such a chunk compute with masks. Sequences that are not finite are zero there in all products, see
-shared.kernels.nonfinite, and all their results in that chunk, in all heads of the block, become NaN.
+shared.kernels.spans.nonfinite, and all their results in that chunk, in all heads of the block, become NaN.
 
 Where tokens are split over devices, the same kernel first runs without the output o: it takes states with more channels
 than v through the tokens, and writes A_inv and the scores. With these as inputs, the second run makes only the decays

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from chunkwise.kda import config, loads, tile, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.kda.refs import KdaRefs
-from chunkwise.shared.kernels import nonfinite, packed, tiles, windows
-from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
+from chunkwise.shared.kernels import packed, tiles, windows
+from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, nonfinite, schedule, stage_chunks
 
 
 def _bwd_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:

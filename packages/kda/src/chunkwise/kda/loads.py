@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.kda.refs import KdaRefs
-from chunkwise.shared.kernels import matmul, nonfinite, packed, tiles
-from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels import matmul, packed, tiles
+from chunkwise.shared.kernels.spans import layout, nonfinite
 
 
 def decays_scratch(heads: int, C: int, K: int, base: int, erase_before_decay: bool):

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.kernels import nonfinite
-from chunkwise.shared.kernels.spans import chunk_spans, layout
+from chunkwise.shared.kernels.spans import chunk_spans, layout, nonfinite
 from chunkwise.shared.kernels.spans.operands import ABSENT, FusedStatic
 
 
