@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.mesh import partition
 from chunkwise.shared.mesh.devices import Places
 from chunkwise.shared.mesh.partition import Arrays

@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.causal_conv1d import config as tiles
 from chunkwise.causal_conv1d import part
-from chunkwise.shared.call import arguments, unknown_arguments
+from chunkwise.shared.call import checks, unknown_arguments
 
 
 @unknown_arguments.explained
@@ -19,7 +19,7 @@ def causal_conv1d(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
+    sharding: checks.Sharding | None = None,
     context_axis: str | tuple[str, ...] | None = None,
     config: tiles.Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -100,7 +100,7 @@ def causal_conv1d_update(
     block_state_indices: jax.Array | None = None,
     block_size: int | None = None,
     implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
+    sharding: checks.Sharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the convolution of one new token, or a few, of every sequence, and the pool of states after these tokens.
 

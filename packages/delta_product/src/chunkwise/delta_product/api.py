@@ -5,7 +5,7 @@ import jax
 from chunkwise.delta_product import operator
 from chunkwise.fused_gdn.config import Config
 from chunkwise.shared.call import signature
-from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 

@@ -5,7 +5,7 @@ import jax
 from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
 from chunkwise.shared.call import signature
-from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from chunkwise.layers import caches, config
 from chunkwise.layers.checkpoint import parameters
 from chunkwise.layers.mixer import running
-from chunkwise.shared.call import arguments, checks, unknown_arguments
+from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
 
 # What to do instead of an argument that layers of transformers and of flash-linear-attention have.
@@ -38,7 +38,7 @@ class OverSequences(Protocol[Config, Weights]):
     def __call__(
         self, x: jax.Array, weights: Weights, config: Config, cache: caches.Cache | None = None,
         output_cache: bool = False, *, cu_seqlens: jax.Array | None = None, segment_ids: jax.Array | None = None,
-        padding_id: int = -1, implementation: str | None = None, sharding: arguments.Sharding | None = None,
+        padding_id: int = -1, implementation: str | None = None, sharding: checks.Sharding | None = None,
         context_axis: str | tuple[str, ...] | None = None,
     ) -> tuple[jax.Array, caches.Cache | None]:  # fmt: skip
         """Run the layer over whole sequences.
@@ -84,7 +84,7 @@ class OverStep(Protocol[Config, Weights]):
     def __call__(
         self, x: jax.Array, weights: Weights, config: Config, pool: caches.Cache, step: running.Step, *,
         block_size: int | None = None, decode_tokens: int | None = None, implementation: str | None = None,
-        sharding: arguments.Sharding | None = None,
+        sharding: checks.Sharding | None = None,
     ) -> tuple[jax.Array, caches.Cache]:  # fmt: skip
         """Run the layer over a serving step.
 

@@ -10,7 +10,7 @@ from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_dplr_delta_rule, ragged_dplr_delta_rule, recurrent_dplr_delta_rule
-from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking
 
 _OPERATORS = running.Operators(chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule)
@@ -252,7 +252,7 @@ class _OverSequences(Protocol):
     def __call__(
         self, x: jax.Array, weights: Rwkv7AttentionWeights, config: _Config, cache: caches.Cache | None = None,
         output_cache: bool = False, *, cu_seqlens: jax.Array | None = None, segment_ids: jax.Array | None = None,
-        padding_id: int = -1, implementation: str | None = None, sharding: arguments.Sharding | None = None,
+        padding_id: int = -1, implementation: str | None = None, sharding: checks.Sharding | None = None,
         context_axis: str | tuple[str, ...] | None = None, v_first: jax.Array | None = None,
     ) -> tuple[jax.Array, caches.Cache | None, jax.Array]:  # fmt: skip
         ...
@@ -262,7 +262,7 @@ class _OverStep(Protocol):
     def __call__(
         self, x: jax.Array, weights: Rwkv7AttentionWeights, config: _Config, pool: caches.Cache, step: running.Step, *,
         block_size: int | None = None, decode_tokens: int | None = None, implementation: str | None = None,
-        sharding: arguments.Sharding | None = None, v_first: jax.Array | None = None,
+        sharding: checks.Sharding | None = None, v_first: jax.Array | None = None,
     ) -> tuple[jax.Array, caches.Cache, jax.Array]:  # fmt: skip
         ...
 

@@ -5,7 +5,7 @@ import jax
 from chunkwise.mlstm import operator
 from chunkwise.mlstm.operator import MlstmState
 from chunkwise.shared.call import signature
-from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.call.checks import Sharding
 
 
 @signature.by_name(operator.chunk, "chunk")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from chunkwise.norm_gated import config as tiles
 from chunkwise.norm_gated import tile, vjp, xla
 from chunkwise.shared import compat
-from chunkwise.shared.call import arguments, checks, configs, unknown_arguments
+from chunkwise.shared.call import checks, configs, unknown_arguments
 from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import partition
@@ -37,7 +37,7 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     eps: float = 1e-6,
     implementation: str | None = None,
-    sharding: arguments.Sharding | None = None,
+    sharding: checks.Sharding | None = None,
     config: tiles.Config | None = None,
 ) -> jax.Array:
     """Return the RMSNorm of x over its last axis, times a gate.

@@ -4,7 +4,7 @@ import jax
 
 from chunkwise.kda.config import Config
 from chunkwise.shared.call import signature
-from chunkwise.shared.call.arguments import Sharding
+from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
 

@@ -13,8 +13,6 @@ from chunkwise.shared.call import checks, gates
 from chunkwise.shared.kernels import chunking, interleaved, launcher, tiles
 from chunkwise.shared.kernels.spans.operands import ABSENT
 
-Sharding = checks.Sharding
-
 
 class Slots(NamedTuple):
     """Where the states of N sequences lie, and for a serving step which sequences there are; all int32, traced.
@@ -150,7 +148,7 @@ class Options(NamedTuple):
     chunk_size: int = ABSENT
     min_gate: float | None = None
     activation: gates.GateActivation = gates.GateActivation()
-    sharding: Sharding | None = None
+    sharding: checks.Sharding | None = None
     context_axis: str | tuple[str, ...] | None = None
     block_size: int | None = None
     decode_tokens: int | None = None

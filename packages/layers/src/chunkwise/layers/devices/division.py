@@ -6,20 +6,20 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call import checks
 from chunkwise.shared.mesh import partition
 
 # The dimensions for which `shardings` takes axes of a mesh.
 _DIMENSIONS = ("batch", "tokens", "heads")
 
 
-def _spec_and_mesh(sharding: arguments.Sharding) -> tuple[PartitionSpec, Any]:
+def _spec_and_mesh(sharding: checks.Sharding) -> tuple[PartitionSpec, Any]:
     if isinstance(sharding, NamedSharding):
         return sharding.spec, sharding.mesh
     return sharding, jax.sharding.get_abstract_mesh()
 
 
-def split_heads(sharding: arguments.Sharding | None, heads: int) -> arguments.Sharding | None:
+def split_heads(sharding: checks.Sharding | None, heads: int) -> checks.Sharding | None:
     """Return the sharding of [B, T, channels] or [B, T, heads, size], given the sharding of v [B, T, HV, V].
 
     If there are fewer key heads than devices along the axes of value heads, they are split over the first of these
@@ -34,7 +34,7 @@ def split_heads(sharding: arguments.Sharding | None, heads: int) -> arguments.Sh
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
-def devices_of_heads(sharding: arguments.Sharding | None, o) -> int:
+def devices_of_heads(sharding: checks.Sharding | None, o) -> int:
     """Return how many devices share the heads of o [B, T, HV, V], by a sharding or by the type of o."""
     spec, mesh = _spec_and_mesh(jax.typeof(o).sharding if sharding is None else sharding)
     return partition.size_of(mesh, partition.axes_of_spec(spec, 4)[2])

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import caches
 from chunkwise.layers.devices import division
-from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.call import checks
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.mesh import context
@@ -105,7 +105,7 @@ class Sequences:
     segment_ids: jax.Array | None
     padding_id: int
     implementation: str | None
-    sharding: arguments.Sharding | None
+    sharding: checks.Sharding | None
     context_axis: str | tuple[str, ...] | None
 
     @property
@@ -182,7 +182,7 @@ class Serving:
     block_size: int | None
     decode_tokens: int | None
     implementation: str | None
-    sharding: arguments.Sharding | None
+    sharding: checks.Sharding | None
 
     @property
     def own_cache(self) -> tuple[str, caches.Cache | None]:
