@@ -136,8 +136,7 @@ def _grid_turns(
         for _ in itertools.islice(turn, rounds):
             next(running, None)
         # Every round of a turn must run, also where it has more of them than overlap.
-        for _ in running:
-            pass
+        schedule.finish(running)
         running = turn
     q, last.k_prev[...], refs.g_late[...], refs.beta_late[...], _ = loads.load_chunk(last, chunks[-1].valid, s, static)
     if q is not None:
@@ -151,8 +150,7 @@ def _grid_step(
 ) -> None:
     """Run the turn of a grid step of one chunk."""
     tokens = loads.load_chunk(refs, cur.valid, s, static)[:4]
-    for _ in _turn(refs, refs, tokens, cur, prev, static, s):
-        pass
+    schedule.finish(_turn(refs, refs, tokens, cur, prev, static, s))
 
 
 def _turn(
@@ -188,8 +186,7 @@ def _turn(
             yield
 
     def prepare_and_read(stage: tile.Heads) -> Iterator[None]:
-        for _ in prepare_heads(stage.split(STAGE // 2)):
-            pass
+        schedule.finish(prepare_heads(stage.split(STAGE // 2)))
         yield
         if needs_state:
             state_reads[stage.first] = read_state(refs, prev, stage, static)

@@ -78,7 +78,7 @@ def _grid_step(refs: GdnBwdRefs, chunk: stage_chunks.StageChunk, static: FusedSt
         )
     else:
         v_new_over_beta = layout.load_heads(refs.v_new_over_beta, s.V, valid=valid)  # [heads, C, V]
-        *gradients, dS = schedule.result(
+        *gradients, dS = schedule.finish(
             tile_bwd.chunk_gradients(
                 q, k, gate, boundary, refs.A_inv[...], refs.h[...], v_new_over_beta, do, refs.dstate[...],
                 static.scale, s,

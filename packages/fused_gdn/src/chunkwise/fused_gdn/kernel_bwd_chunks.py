@@ -98,8 +98,7 @@ def _grid_step(
 
     stages = dict(m=prepare(), p=pass_chunks(), f=finish() if refs.dq is not None else iter(()))
     schedule.interleave("m" + "pmf" * (3 * static.chunks), **stages)
-    for _ in stages["f"]:
-        pass
+    schedule.finish(stages["f"])
     return [x for group in groups for x in group.chunks]
 
 

@@ -134,8 +134,7 @@ def _grid_step(
         stages["f"] = _read_inverses(refs, chunks, k, staged, lefts)
     schedule.interleave(order, **{name: stages.get(name, iter(())) for name in "xmpf"})
     for remaining in stages.values():
-        for _ in remaining:
-            pass
+        schedule.finish(remaining)
     _hand_on(refs, q, k, staged, inverses, lefts)
     if refs.M is not None:
 
@@ -188,8 +187,7 @@ def _together(each: list[Iterator]) -> Iterator[None]:
 
 def _finish(refs: GdnChunksRefs, every: tile.Heads, inverting: Iterator, inverses: dict, lefts: dict) -> Iterator[None]:
     """Leave L in `lefts`, some heads at a time, once the inverse is whole."""
-    for _ in inverting:
-        pass
+    schedule.finish(inverting)
     for part in every.split(FINISHED):
         heads = [x for x in inverses if x.first <= part.first][-1]
         A_inv = inverses[heads][part._replace(first=part.first - heads.first).packs_at]

@@ -137,7 +137,7 @@ def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):
     pairs, *decays = boundary
     start, end, beta = (tile.head_columns(x, s, s.V) for x in (*decays, gate.beta))  # [heads, C, V]
     QK, D = tile.scores([q], k, gate, pairs, s)  # [n, C, p C]
-    *_, dR = schedule.result(back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s))
+    *_, dR = schedule.finish(back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s))
     return back_to_state(q, k, do, dR, dS, scale, start, s)
 
 

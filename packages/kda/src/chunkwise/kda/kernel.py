@@ -85,8 +85,7 @@ def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.S
     kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
     order = tuning.find_order("chunkwise.kda", kernel, (heads, C, static.K), "pm" * packs)
     schedule.interleave(order, p=passing, m=preparing)
-    for _ in preparing:
-        pass
+    schedule.finish(preparing)
     # The factors are made late, so that no product waits for the lengths of rounded keys.
     factors, beta_rows = rounded_betas(refs, load_unit, betas, valid, static, beta_rows)
     A: jax.Array | None = None
@@ -94,8 +93,7 @@ def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.S
     if refs.A_inv is None:
         A = jnp.concatenate([scores[:, C:] for *_, scores in staged]) * beta_rows  # [heads / p, C, p C]
         blocks = inverse.begin_inverse(A)  # [heads / p, 16, p C]
-    for _ in passing:
-        pass
+    schedule.finish(passing)
     # Stored late, because prev is read from the same scratch memory until the state has gone through it.
     if refs.A_inv is None:
         refs.blocks[...], refs.A[...] = blocks, A

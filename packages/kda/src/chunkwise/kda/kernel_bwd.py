@@ -51,12 +51,12 @@ def _grid_step(refs: KdaRefs, chunk: stage_chunks.StageChunk, static: KdaStatic)
     x, dtype = loads.load_chunk(refs, chunk.valid, chunk.masks, static), refs.do.dtype
     A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
     of_outputs = tile_bwd.through_outputs(scores, x.do, dtype)
-    of_values = schedule.result(tile_bwd.back_to_values(x.k, x.beta, x.boundary, A_inv, of_outputs, dS, dtype))
+    of_values = schedule.finish(tile_bwd.back_to_values(x.k, x.beta, x.boundary, A_inv, of_outputs, dS, dtype))
     refs.dstate[...] = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
     if refs.dq is not None:
         v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=chunk.valid)  # [heads, C, V]
         residuals = refs.h[...], v_new_over_beta, scores
-        found = schedule.result(token_gradients(refs, x, residuals, of_values, dS, chunk.same, static))
+        found = schedule.finish(token_gradients(refs, x, residuals, of_values, dS, chunk.same, static))
         store(refs, found[0], x.k, chunk, static)
         store_beyond_base(refs, x, *found, [(refs, chunk)], static)
 

@@ -102,8 +102,7 @@ def _grid_step(
     # The next group is prepared while the gradient of the state goes back through a group.
     each = "pmf" + "pf" * (3 * size - 1)
     schedule.interleave("m" + each * -(-static.chunks // size), **stages)
-    for _ in stages["f"]:
-        pass
+    schedule.finish(stages["f"])
     for group, found in finished:
         kernel_bwd.store_beyond_base(
             group.refs, group.x, *found, list(zip(group.views, group.chunks, strict=True)), static

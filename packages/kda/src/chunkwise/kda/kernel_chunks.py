@@ -80,13 +80,11 @@ def _grid_step(refs: KdaRefs, of_stages: list[list[stage_chunks.StageChunk]], st
     inverting, preparing = _invert(refs, inverses), prepare()
     passing = _pass_chunks(refs, views, prev, static, inverting, inverses)
     schedule.interleave(_order(static, 2 if refs.inverses is None else 3), x=inverting, p=passing, m=preparing)
-    for _ in preparing:
-        pass
+    schedule.finish(preparing)
     A = [jnp.concatenate([staged[i, n][1][:, static.C :] for n in firsts]) * rounded[i][1] for i in range(len(cur))]
     blocks = None if refs.blocks is None else inverse.begin_inverse(jnp.concatenate(A))
     for remaining in (inverting, passing):
-        for _ in remaining:
-            pass
+        schedule.finish(remaining)
     # Stored late, because other stages read from the same scratch memory what the grid step before stored.
     refs.A[...] = jnp.concatenate(A)
     if refs.blocks is not None:

@@ -34,14 +34,14 @@ def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
 def interleave(order: str, **each: Iterator) -> None:
     """Take the next item of iterators in an order of their names, which are one letter each.
 
-    Past its end an iterator does nothing. The caller finishes the iterators that the order does not finish.
+    Past its end an iterator does nothing. The caller calls `finish` for iterators that the order does not finish.
     """
     for name in order:
         next(each[name], None)
 
 
-def result(stage: Generator[None, None, T]) -> T:
-    """Run a stage to its end, and return its result."""
+def finish(stage: Generator[None, None, T] | Iterator[None]) -> T:
+    """Run a stage to its end, and return its result; None for an iterator that has none."""
     while True:
         try:
             next(stage)
