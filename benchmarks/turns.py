@@ -4,6 +4,7 @@ A kernel skips parts of its code by the table of its steps, which a compiler doe
 these functions read the tables that a layer has.
 """
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -47,7 +48,8 @@ def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
         second = () if kind == "bwd" else second_path(case, C)
         steps, runs = delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)
     else:
-        steps, runs = len(step), gla_runs(at(step), block, C, kind, cu_seqlens is not None)
+        second = (0,) if case.table.per_channel and kind in ("fwd", "bwd") else ()
+        steps, runs = len(step), gla_runs(at(step), block, C, kind, cu_seqlens is not None, second)
     return steps, [int(np.sum(x)) for x in runs]
 
 
@@ -106,7 +108,7 @@ def delta_rule_runs(at, steps, C, kind, pieces, second, stages=2):
     return turned, (*starts, whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second)
 
 
-def gla_runs(steps, block, C, kind, pieces):
+def gla_runs(steps, block, C, kind, pieces, second=()):
     """Return which grid steps of a kernel of several chunks a step run each region, or how often."""
     begin, end = np.asarray(steps.begin), np.minimum(steps.end, block)
     # The chunks of every step: how many, how many of them are whole, and whether the last one is whole.
@@ -116,18 +118,18 @@ def gla_runs(steps, block, C, kind, pieces):
     starts = np.array(steps.first if kind != "bwd" else steps.last)
     starts[0 if kind != "bwd" else -1] = 1
     # A branch skips a loop over no chunks, which there can only be if steps are pieces.
-    loop = lambda n, whole: (n > 0, n, whole, n - whole) if pieces else (n,)
+    loop = lambda n, whole, *second: (n > 0, n, whole, *second, n - whole, *second) if pieces else (n, *second)
     # The backward first goes over all chunks but the last one, for their states.
     before = loop(np.maximum(chunks - 1, 0), whole - last) if kind == "bwd" else ()
     clear = ((steps.closes if kind == "bwd" else steps.opens) & steps.unowned,) if pieces else ()
-    return starts, *clear, *before, *loop(chunks, whole)
+    return starts, *clear, *before, *loop(chunks, whole, *second)
 
 
 def turns_of(case: Layer) -> Turns:
     """Return how many steps of our kernels run each region, for a layer of one sequence and a launch of one row.
 
-    The kernels of gated linear attention loop as often as their tables say. The kernels of KDA have a second path for
-    rows after strong gates; it counts as not taken.
+    The kernels of gated linear attention loop as often as their tables say. The kernels of KDA, and those of gated
+    linear attention with gates per channel, have a second path for rows after strong gates; it counts as not taken.
     """
 
     def of_launch(launch: str, loop: regions.Loop) -> tuple[int, list[int]] | None:
@@ -147,8 +149,9 @@ def turns_of(case: Layer) -> Turns:
             # Steps of one block of heads or of all blocks: both do where no step runs a region.
             return loop.turns - 2, [0] * len(loop.regions)
         steps, runs = turns(case, found[1], int(found[2]))
-        # A branch skips a loop without iterations.
-        passes = [n for n, x in enumerate(loop.regions) if x.bundles <= regions.CUT]
+        # A branch skips a loop without iterations, and this loop is a region in the branch's.
+        nested = itertools.pairwise(loop.regions)
+        passes = [n for n, (x, y) in enumerate(nested) if x.bundles <= regions.CUT and y.start < x.stop]
         for place in passes[: len(loop.regions) - len(runs)]:
             runs.insert(place, steps)
         return steps, runs

@@ -102,7 +102,10 @@ def test_regions_that_a_layer_runs():
     assert delta("chunk_gated_delta_rule_summary_c64.1", regions(30, 40)) == (8, [1, 1])
     assert delta("chunk_gated_delta_rule_bwd_c64.1", regions(30)) is None
     steps, runs = gla("chunk_gla_fwd_c64.1", regions(100, 200))
-    assert gla("chunk_gla_fwd_c64.1", regions(100, 3, 200)) == (steps, [runs[0], steps, runs[1]])
+    # Nor is a small region that holds no other one such a branch.
+    branch = Loop(10, 0, 5, [Region(0, 2, 3), Region(3, 9, 3), Region(4, 9, 200)])
+    assert gla("chunk_gla_fwd_c64.1", branch) == (steps, [runs[0], steps, runs[1]])
+    assert of("gla")("chunk_gla_fwd_c64.1", regions(100, 200, 300)) == (steps, [*runs, 0])
 
 
 # A loop of 5 grid steps: what every step runs has a region with a loop in it, and one in one.

@@ -50,7 +50,7 @@ THOROUGH = dict(
 def test_operator(operator, batch, gradients, dtype, cores):
     """In bfloat16 on two cores, with keys that the kernel normalises: each changes a large part of a kernel.
 
-    And gates that only the second path of the kernels of kda can hold.
+    And gates that only the second path of the kernels of kda and gla can hold.
     """
     assert_operator(operator, *BATCHES[batch], gradients, dtype)
 
@@ -97,7 +97,7 @@ def assert_operator(operator, sequences, sizes, states, gradients, dtype, config
     """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
     entry = operators.OPERATORS[f"chunk_{operator}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
-    gate = "resets" if dtype == "bfloat16" and entry.delta and entry.per_channel else "logsigmoid"
+    gate = "resets" if dtype == "bfloat16" and entry.per_channel else "logsigmoid"
     x = entry.source.inputs(*sizes, 1, 2, 12, 20, dtype=jnp.dtype(dtype), num_states=count * states, gate=gate)
     options = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     options |= dict(chunk_size=16, implementation="fused", config=config or CONFIGS[operator], **more or {})

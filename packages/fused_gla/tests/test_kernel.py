@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import Config, tile
+from chunkwise.fused_gla import Config, channels, tile
 from chunkwise.shared.kernels.matmul import bf16_parts, kernel_trace
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
@@ -33,10 +33,10 @@ def test_decays_keep_their_digits_beside_large_ones():
 @pytest.mark.parametrize("kind", ["logsigmoid", "spikes"])
 def test_sums_of_gates_in_parts_lose_nothing(kind):
     g = jnp.asarray(make_gate(kind, np.random.default_rng(0), (2, 64, 5)), jnp.float32)
-    whole = tile.decays(g, 0.5)
+    whole = channels.decays(g, 0.5)
     with kernel_trace(True):
-        parts = tile.decays(g, 0.5, parts=bf16_parts(g))
-        states = tile.decays(g, 0.5, pairs=False, parts=bf16_parts(g))
+        parts = channels.decays(g, 0.5, parts=bf16_parts(g))
+        states = channels.decays(g, 0.5, pairs=channels.Pairs.NONE, parts=bf16_parts(g))
     for level, (got, want) in enumerate(zip(parts.pairs, whole.pairs, strict=True)):
         assert_close(f"pairs of level {level}", got, want, STAGE_TOLERANCE)
     for name in ("from_start", "to_end", "through"):
@@ -74,6 +74,22 @@ def test_every_number_of_steps_gives_the_same_bits(kind, steps):
     first, *others = (gradients(x, config=Config(2, 2, n), **options) for n in steps)
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+def test_strong_gates_change_no_bit_of_another_sequence():
+    """They are left over by the one product of a chunk, and go by levels."""
+    x = make_inputs(1, 16, 2, K=8, V=8, dtype=jnp.bfloat16, per_channel=True)
+    del x["beta"]
+
+    @jax.jit
+    def run(x):
+        one = lambda x: chunk_either_gla(**x, cu_seqlens=boundaries(5, 6, 5), chunk_size=16, implementation="fused")[0]
+        o, pullback = jax.vjp(one, x)
+        return pullback(x["v"])[0] | dict(o=o)
+
+    weak, strong = (run(x | dict(g=g)) for g in (x["g"], x["g"].at[:, :5].set(-1e4).at[:, 11:].set(-1e4)))
+    for name, y in weak.items():
+        np.testing.assert_array_equal(y[:, 5:11], strong[name][:, 5:11], err_msg=name)
 
 
 def equations(jaxpr):

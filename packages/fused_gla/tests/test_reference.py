@@ -121,7 +121,7 @@ CASES = (
     Case("each", B=2, T=70, chunk_size=32),
     Case("each", True, states=False),
     Case("each", lengths=(3, 0, 30)),
-    Case("spikes", True, H=2, dtype="bfloat16"),
+    Case("each", True, T=70, chunk_size=64, dtype="bfloat16"),
     Case(None, gamma=lightning(4), H=4, T=64, dtype="bfloat16"),
     Case(None, gamma=(-1.0, -5.0, -30.0, -np.inf), H=4, T=192, chunk_size=64),
     Case(None, dtype="float16"),
@@ -134,6 +134,7 @@ CASES = (
 KERNEL_CASES = (
     Case("logsigmoid/10", dtype="bfloat16", T=70, K=60, V=100, chunk_size=64),
     Case("spikes", True, dtype="bfloat16", T=70, K=100, V=60, chunk_size=64),
+    Case("each", True, dtype="bfloat16", T=70, H=2, lengths=(3, 0, 29, 30), chunk_size=64, states=False),
     Case("logsigmoid", gamma=(-0.1, -2.0), H=2),
     Case(None, gamma=retention(4), H=4, T=64, dtype="bfloat16"),
     Case(None, gamma=(-1.0, -30.0), H=2, T=150, chunk_size=128),

@@ -97,8 +97,9 @@ def cost(
     else:
         products = tokens * K * V
         moved = itemsize * B * T * (H * K + HV * V)
-    # A decay for every pair of tokens; or for every channel, a decay for every level of pairs and two for the states.
-    decays = (C.bit_length() + 1) * K if per_channel else C
+    # A decay for every pair of tokens; or for every channel, two for the states, and for pairs one inverse, or for
+    # products of float32 operands a decay for every level.
+    decays = (3 if itemsize == 2 else C.bit_length() + 1) * K if per_channel else C
     return pl.CostEstimate(
         flops=2 * products,
         transcendentals=tokens * (decays if output else K if per_channel else 1),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import config, loads, normaliser, tile
+from chunkwise.fused_gla import channels, config, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import launcher, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
@@ -69,11 +69,12 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
     if refs.h is not None:
         refs.h[...] = refs.state[...]
     constant = loads.constant_decays(refs, s, heads.stop)
+    pairs = channels.Pairs.NONE if refs.o is None else loads.pairs_of(refs, s)
 
     def pass_chunk(chunk: stage_chunks.StageChunk) -> None:
         chunk = loads.isolate(refs, s, chunk, ("q", "k", "v"), (refs.state, chunk.carried))
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
-        decays = loads.load_decays(refs, s, chunk, heads, constant, refs.o is not None)
+        decays = loads.load_decays(refs, s, chunk, heads, constant, pairs)
         S, n = normaliser.split(refs.state[...], s)  # [heads, V, K], and [heads, 1, K]
         after = tile.next_state(S, k, v, decays.to_end, decays.through, s.parts)
         normaliser.store(refs.state, after, None if n is None else normaliser.next_sums(n, k, decays))
@@ -81,12 +82,20 @@ def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
             refs.M[...] *= decays.through
         if refs.o is not None:
             # Outputs read the tokens of the chunk, and the state before the chunk.
-            P = tile.scores(q, k, decays, chunk.same)  # [heads, C, C]
+            P = channels.scores(q, k, decays, chunk.same) if s.per_channel else tile.scores(q, k, decays)
             from_state = tile.read_state(q, S, decays.from_start)  # [heads, C, V]
             o = tile.read_chunk(P, v) + from_state
             if n is not None:
                 o *= normaliser.factors(P, q, n, decays, loads.load_row(refs.least, refs, s, chunk, heads, 1.0), s.eps)
             loads.store(refs.o, o, s, chunk, heads)
+            if pairs is channels.Pairs.PRODUCT:
+                # This stands behind everything else, because the compiler moves no operation across a branch.
+                @pl.when(channels.any_left_over(decays))
+                def _():
+                    levels, keys = loads.load_levels(refs, s, chunk, heads), channels.left_over(k, decays)
+                    P = channels.level_scores(q, keys, levels, s.scale, chunk.same)
+                    loads.store(refs.o, o + tile.read_chunk(P, v), s, chunk, heads)
+
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 
     chunk_loop.run_chunks(pass_chunk, refs, span, s, *chunk_loop.chunk_range(span, s))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import kernel, loads, normaliser, tile
+from chunkwise.fused_gla import channels, kernel, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule
@@ -71,7 +71,7 @@ def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
     chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
     _, k, v = loads.load_tensors(refs, s, chunk, heads)
-    decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads), pairs=False)
+    decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads))
     S, n = normaliser.split(before[...], s)
     S = tile.next_state(S, k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
     normaliser.store(after, S, None if n is None else normaliser.next_sums(n, k, decays))
@@ -153,24 +153,41 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
 
 def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
-    heads = slice(0, refs.dstate.shape[0])
-    keys, (q, k, v) = loads.key_heads(refs, s, heads), loads.load_tensors(refs, s, chunk, heads)
-    decays = loads.load_decays(refs, s, chunk, heads)
+    heads, pairs = slice(0, refs.dstate.shape[0]), loads.pairs_of(refs, s)
+    q, k, v = loads.load_tensors(refs, s, chunk, heads)
+    decays = loads.load_decays(refs, s, chunk, heads, pairs=pairs)
     do = loads.load(refs.do, s.V, s, chunk).astype(k.dtype)  # [heads, C, V]
+    S, dS = refs.states[chunk.index], refs.dstate[...]
+    dq_state, dk_state, dv_state, through, refs.dstate[...] = channels.state_bwd(S, dS, q, k, v, do, decays)
+    P, dP = channels.scores(q, k, decays, chunk.same), matmul.dot_nt(do, v)  # [heads, C, C]
+    dq_scores, dk_scores, exponents = channels.scores_bwd(dP, q, k, decays, chunk.same)
+    dq, dk, dv = dq_state + dq_scores, dk_state + dk_scores, dv_state + matmul.dot_tn(P.astype(do.dtype), do)
+    from_start, to_end = (
+        tiles.repeat_heads(y, heads.stop).astype(jnp.float32) * dy for y, dy in ((q, dq_state), (k, dk_state))
+    )
     # The decay of the state is a gate, too.
-    S, dS, boundary = refs.states[chunk.index], refs.dstate[...], (decays.from_start, decays.to_end, decays.through)
-    dq, dk, dv, through, dS = tile.state_bwd(S, dS, q, k, v, do, *boundary, s.parts)
-    refs.dstate[...] = dS
-    P, dP = tile.scores(q, k, decays, chunk.same), matmul.dot_nt(do, v)  # [heads, C, C]
-    dq_scores, dk_scores, exponents = tile.scores_bwd(dP, q, k, decays, P, chunk.same, s.parts)
-    loads.store(refs.dq, tile.to_key_heads(dq, keys.stop) + dq_scores, s, chunk, keys)
-    loads.store(refs.dk, tile.to_key_heads(dk, keys.stop) + dk_scores, s, chunk, keys)
-    loads.store(refs.dv, dv + matmul.dot_tn(P.astype(do.dtype), do), s, chunk, heads)
+    dg = through + channels.gate_bwd(exponents, from_start, to_end, chunk.same)  # [heads, C, K]
+    _store(refs, s, chunk, dq, dk, dv, dg)
+    if pairs is channels.Pairs.PRODUCT:
+        # This stands behind everything else, because the compiler moves no operation across a branch.
+        @pl.when(channels.any_left_over(decays))
+        def _():
+            levels, keys = loads.load_levels(refs, s, chunk, heads), channels.left_over(k, decays)
+            P = channels.level_scores(q, keys, levels, s.scale, chunk.same)
+            more_q, more_k, exponents = channels.level_scores_bwd(dP, q, keys, levels, s.scale, chunk.same)
+            more_k = channels.left_over(more_k, decays)
+            more_v, more_g = matmul.dot_tn(P.astype(do.dtype), do), channels.level_gate_bwd(exponents)
+            _store(refs, s, chunk, dq + more_q, dk + more_k, dv + more_v, dg + more_g)
+
+
+def _store(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk, dq, dk, dv, dg) -> None:
+    """Store gradients [heads, C, D] of a chunk; those of q and k are added up over the value heads of a key head."""
+    heads = slice(0, refs.dstate.shape[0])
+    keys = loads.key_heads(refs, s, heads)
+    for ref, x in ((refs.dq, dq), (refs.dk, dk)):
+        loads.store(ref, tile.to_key_heads(x, keys.stop), s, chunk, keys)
+    loads.store(refs.dv, dv, s, chunk, heads)
     if refs.dg is not None:
-        from_start, to_end = (
-            tiles.repeat_heads(y, heads.stop).astype(jnp.float32) * dy for y, dy in ((q, dq), (k, dk))
-        )
-        dg = through + tile.gate_bwd(exponents, from_start, to_end, chunk.same)  # [heads, C, K]
         loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
 
 
@@ -200,7 +217,7 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     recompute = functools.partial(_recompute_state, refs, s)
     chunk_loop.run_chunks(recompute, refs, span, s, first, end - 1)
     gradients = functools.partial(_chunk_gradients, refs, s)
-    chunk_loop.run_chunks(gradients, refs, span, s, *chunk_loop.chunk_range(span, s), backwards=True)
+    chunk_loop.run_chunks(gradients, refs, span, s, first, end, backwards=True)
 
 
 def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
@@ -216,7 +233,7 @@ def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
     def pass_chunk(chunk: StageChunk) -> None:
         chunk = loads.isolate(refs, s, chunk, ("k", "v"), (refs.ht, chunk.ending))
         _, k, v = loads.load_tensors(refs, s, chunk, heads)
-        decays = loads.load_decays(refs, s, chunk, heads, constant, pairs=False)
+        decays = loads.load_decays(refs, s, chunk, heads, constant)
         refs.ht[...] = tile.next_state(refs.ht[...], k, v, decays.from_start, decays.through, s.parts)
         loads.poison(s, chunk, (), (refs.ht, chunk.carried))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import tile
+from chunkwise.fused_gla import channels, tile
 from chunkwise.fused_gla.operands import GlaStatic
 from chunkwise.shared.kernels import matmul, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
@@ -53,6 +53,14 @@ def load_tensors(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[A
     return q, k, load(refs.v, s.V, s, chunk, heads).astype(dtype)
 
 
+def pairs_of(refs, s: GlaStatic) -> channels.Pairs:
+    """Return how the decays of pairs are made; gates per head have a decay for every pair."""
+    if not s.per_channel:
+        return channels.Pairs.NONE
+    bf16 = matmul.operand_dtype(refs.q.dtype, refs.k.dtype, refs.v.dtype) == jnp.bfloat16
+    return channels.Pairs.PRODUCT if bf16 else channels.Pairs.LEVELS
+
+
 def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
     """Return all gates added up, [heads, 1, C] or [heads, C, K], with zeros in rows that are not valid."""
     if s.per_channel:
@@ -69,20 +77,35 @@ def load_row(ref, refs, s: GlaStatic, chunk: StageChunk, heads: slice, otherwise
     return x if valid is None else jnp.where(valid, x, otherwise)
 
 
+def _load_parts(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return gates per channel, and bfloat16 tiles whose sum is exactly these gates."""
+    g = load_gates(refs, s, chunk, heads)
+    # For bfloat16 gates, clipped or not, one tile is enough.
+    return g, matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
+
+
+def load_levels(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[jax.Array, ...]:
+    """Return `channels.level_decays` of a chunk."""
+    return channels.level_decays(_load_parts(refs, s, chunk, heads)[1])
+
+
 def load_decays(
-    refs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None, pairs: bool = True
-) -> tile.GlaDecays:
-    """Return the decays of a chunk, zero between sequences; or some heads of `constant` decays, if these are given."""
+    refs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None,
+    pairs: channels.Pairs = channels.Pairs.NONE,
+) -> tile.GlaDecays:  # fmt: skip
+    """Return the decays of a chunk, zero between sequences; or some heads of `constant` decays, if these are given.
+
+    `pairs` are the decays of pairs that the caller reads where gates are per channel.
+    """
     decays = constant
-    if decays is None:
-        g, parts = load_gates(refs, s, chunk, heads), None
-        if s.per_channel:
-            # Bfloat16 tiles whose sum is exactly the gates. For bfloat16 gates, clipped or not, one tile is enough.
-            parts = matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
+    if decays is None and s.per_channel:
+        g, parts = _load_parts(refs, s, chunk, heads)
+        decays = channels.decays(g, s.scale, chunk.same, pairs, parts)
+    elif decays is None:
         weight = None
         if refs.log_weight is not None:
             weight = load_row(refs.log_weight, refs, s, chunk, heads, tiles.FORGET)
-        decays = tile.decays(g, s.scale, chunk.same, pairs, parts, weight)
+        decays = tile.decays(load_gates(refs, s, chunk, heads), s.scale, chunk.same, weight)
     if chunk.masks is None:
         return decays
     return decays._replace(

@@ -1,5 +1,7 @@
 """The mathematics of one chunk of gated linear attention, forward and backward; arrays in, arrays out.
 
+The pairs of tokens of a chunk whose gates are per channel are in `channels`.
+
 Tiles are [h, C, D]: h heads in lock-step, C tokens. Tiles of queries and keys are [n, C, K], for n key heads: products
 that do not depend on gates or values are computed once for all value heads of a key head. A gate is a row [h, 1, C]
 (one value per token) or a tile [h, C, K] (one per channel). The state layout is not the user's [K, V]: kernels keep the
@@ -14,13 +16,13 @@ part is enough for gradients of tensors. The gradient of a constant gate is a su
 and takes two parts.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import gating, matmul, packed, tiles
+from chunkwise.shared.kernels import matmul, packed, tiles
 from chunkwise.shared.kernels.spans import layout
 
 
@@ -29,8 +31,7 @@ class GlaDecays(NamedTuple):
 
     Attributes:
       pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0. For gates per
-        channel a tuple of [h, C, K] without the scale: for every level of `_levels`, the decay between each token and
-        the middle of its block.
+        channel `channels.Factors`, or the result of `channels.level_decays`, or nothing.
       from_start: [h, C, 1 or K], scale times the decay from the start of the chunk, or of the token's sequence in it,
         to the token.
       to_end: [h, C, 1 or K], the decay from the token to the end of the chunk, or of its sequence in it.
@@ -38,98 +39,45 @@ class GlaDecays(NamedTuple):
       scale: the scale, float32.
     """
 
-    pairs: jax.Array | tuple[jax.Array, ...]
+    pairs: Any
     from_start: jax.Array
     to_end: jax.Array
     through: jax.Array
     scale: jax.Array | float
 
 
-def _levels(C: int) -> list[int]:
-    """Return all b, powers of 2: the middle of exactly one block of 2b tokens separates tokens i > j."""
-    return [1 << n for n in reversed(range(C.bit_length() - 1))]
-
-
-def _split_by(b: int, C: int) -> jax.Array:
-    """Return the pairs i > j separated by the middle of a block of 2b tokens: b is the highest bit that differs."""
-    i, j = tiles.row_index(C), tiles.column_index(C)
-    return (i > j) & ((i ^ j) >= b) & ((i ^ j) < 2 * b)
-
-
-def _spans(C: int, same: jax.Array | None) -> list[jax.Array]:
-    """Return the spans of all per-channel exponents, each bool [1 or h, C, C].
-
-    First come, for every level, the tokens between each token and the last one of the left half of its block; then the
-    tokens up to each token, and then the tokens after it, within its sequence.
-    """
-    i, m = tiles.row_index(C), tiles.column_index(C)  # [1, C, C]
-    # In the right half of a block a row adds up the tokens up to i, in the left half the tokens after i.
-    agree = lambda x, y: (x & y) | ~(x | y)
-    spans = [((i ^ m) < b) & agree((i & b) != 0, m <= i) for b in _levels(C)]
-    return [*spans, _within(m <= i, same), _within(m > i, same)]
-
-
-def _stacked(spans: list[jax.Array], h: int) -> jax.Array:
-    """Return spans below one another as [h, n C, C] of zeros and ones."""
-    most = spans[-1].shape[0]
-    return _for_heads(jnp.concatenate([_for_heads(x, most).astype(jnp.float32) for x in spans], axis=1), h)
-
-
-def _sums(spans: list[jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
-    """Return the sums of gates over n spans, [h, n C, K] float32; the gates are the sum of parts [h, C, K]."""
-    ones = _stacked(spans, parts[0].shape[0]).astype(parts[0].dtype)
-    return matmul.dot(jnp.concatenate([ones] * len(parts), axis=2), jnp.concatenate(parts, axis=1))
-
-
-def _within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
+def within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
+    """Return the pairs of a mask that are of one sequence."""
     return mask if same is None else mask & same
 
 
-def _for_heads(x: jax.Array, h: int) -> jax.Array:
+def for_heads(x: jax.Array, h: int) -> jax.Array:
+    """Return x [1 or h, ...] as [h, ...]."""
     return jnp.broadcast_to(x, (h, *x.shape[1:]))
 
 
 def decays(
-    g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, pairs: bool = True,
-    parts: tuple[jax.Array, ...] | None = None, log_weight: jax.Array | None = None,
-) -> GlaDecays:  # fmt: skip
-    """Return the decays of a chunk.
+    g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, log_weight: jax.Array | None = None
+) -> GlaDecays:
+    """Return the decays of a chunk with gates per head; `channels` has those of gates per channel.
 
     Args:
-      g: gates in nats, [h, 1, C] or [h, C, K], zero on padding.
+      g: gates in nats, [h, 1, C], zero on padding.
       scale: the scale of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
-      pairs: whether the caller reads decays of pairs, which are most of the work for gates per channel.
-      parts: for gates per channel, bfloat16 tiles whose sum is g, to multiply in the place of g. Zeros and ones are
-        exact in bfloat16, too, so one pass of the matrix unit loses nothing. None for g itself, if JAX differentiates
-        the sums, because it would round the gradient of a bfloat16 tile.
-      log_weight: for gates per head, logs of the weights of tokens [h, 1, C], which decays from a token include; None
-        for weights of 1.
+      log_weight: logs of the weights of tokens [h, 1, C], which decays from a token include; None for weights of 1.
     """
-    if gating.per_channel(g):
-        h, C, _ = g.shape
-        spans, parts = _spans(C, same), parts or (g,)
-        if pairs:
-            # [h, (levels + 2) C, K], cut into tiles [h, C, K]: one product makes every sum of gates.
-            sums = _sums(spans, parts)
-            *between, from_start, to_end = (jnp.exp(sums[:, n : n + C]) for n in range(0, sums.shape[1], C))
-        else:
-            # One product for each: a caller without pairs reads only one of the two, and a kernel computes only results
-            # that are read.
-            from_start, to_end = (jnp.exp(_sums([x], parts)) for x in spans[-2:])
-            between = ()
-        return GlaDecays(tuple(between), scale * from_start, to_end, jnp.exp(jnp.sum(g, axis=1, keepdims=True)), scale)
     h, C = g.shape[0], g.shape[2]
     # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up the gates after j.
     up_to = jnp.where(tiles.lower(C), g, 0.0)
-    between = matmul.dot(up_to, _for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
+    between = matmul.dot(up_to, for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
     from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
-    after = jnp.where(_within(~tiles.lower(C), same), g, 0.0)  # [h, C, C]
+    after = jnp.where(within(~tiles.lower(C), same), g, 0.0)  # [h, C, C]
     if log_weight is not None:
         between = between + log_weight
         after = jnp.where(tiles.row_index(C) == tiles.column_index(C), log_weight, after)
     return GlaDecays(
-        pairs=jnp.where(_within(tiles.lower(C), same), scale * jnp.exp(between), 0.0),
+        pairs=jnp.where(within(tiles.lower(C), same), scale * jnp.exp(between), 0.0),
         from_start=scale * jnp.exp(jnp.sum(from_first, axis=2, keepdims=True)),
         to_end=jnp.exp(jnp.sum(after, axis=2, keepdims=True)),
         through=jnp.exp(jnp.sum(g, axis=2, keepdims=True)),
@@ -151,19 +99,9 @@ def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> GlaDe
     )
 
 
-def scores(q: jax.Array, k: jax.Array, decays: GlaDecays, same: jax.Array | None = None) -> jax.Array:
+def scores(q: jax.Array, k: jax.Array, decays: GlaDecays) -> jax.Array:
     """Return P_ij = scale <q_i, e^(G_i - G_j) k_j> for i >= j of one sequence, else 0, as [h, C, C] float32."""
-    C, pairs = q.shape[1], decays.pairs
-    if not isinstance(pairs, tuple):
-        return tiles.repeat_heads(matmul.dot_nt(q, k), pairs.shape[0]) * pairs  # [h, C, C]
-    q, k = (tiles.repeat_heads(x, pairs[0].shape[0]) for x in (q, k))
-    # There is no decay from a token to itself; every other pair is split by the middle of one block.
-    diagonal = tiles.row_index(C) == tiles.column_index(C)  # [1, C, C]
-    P = jnp.where(diagonal, jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=2, keepdims=True), 0.0)
-    for b, decay in zip(_levels(C), pairs, strict=True):
-        product = matmul.dot_nt(_scaled(q, decay), _scaled(k, decay))  # [h, C, C]
-        P = jnp.where(_within(_split_by(b, C), same), product, P)
-    return decays.scale * P
+    return tiles.repeat_heads(matmul.dot_nt(q, k), decays.pairs.shape[0]) * decays.pairs  # [h, C, C]
 
 
 def to_key_heads(x: jax.Array, heads: int) -> jax.Array:
@@ -171,7 +109,7 @@ def to_key_heads(x: jax.Array, heads: int) -> jax.Array:
     return x if x.shape[0] == heads else layout.sum_value_heads(x, x.shape[0] // heads)
 
 
-def _scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
+def scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
     """Return x times a decay, computed in float32 and then rounded once to the type of x."""
     return (x.astype(jnp.float32) * decay).astype(x.dtype)
 
@@ -193,7 +131,7 @@ def read_state(q: jax.Array, S: jax.Array, from_start: jax.Array) -> jax.Array:
     q = tiles.repeat_heads(q, S.shape[0])
     if from_start.shape[2] == 1:
         return from_start * matmul.dot_nt(q, S.astype(q.dtype))
-    return matmul.dot_nt(_scaled(q, from_start), S.astype(q.dtype))
+    return matmul.dot_nt(scaled(q, from_start), S.astype(q.dtype))
 
 
 def read_chunk(P: jax.Array, v: jax.Array) -> jax.Array:
@@ -207,66 +145,15 @@ def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, thro
     return through * S + _product(matmul.dot_tn, v, k.astype(jnp.float32) * to_end, v.dtype, parts)
 
 
-def scores_bwd(dP, q: jax.Array, k: jax.Array, decays: GlaDecays, P: jax.Array, same=None, parts=1):
-    """Return the gradients of `scores`, given dP [h, C, C] float32, which may hold anything outside of pairs, and P.
-
-    The diagonal of P does not depend on the gates. It is left out of their gradient, where its terms would cancel only
-    up to rounding, and so swamp decays of 1e-13.
-
-    Returns:
-      The gradients of q and k [n, C, K], and of the exponents in `GlaDecays.pairs`.
-    """
-    (n, C, _), dtype, pairs = q.shape, q.dtype, decays.pairs
-    if not isinstance(pairs, tuple):
-        decayed = to_key_heads(dP * pairs, n).astype(dtype)  # [n, C, C]
-        exponents = jnp.where(tiles.strictly_lower(C), dP * P, 0.0)  # [h, C, C]
-        return matmul.dot(decayed, k), matmul.dot_tn(decayed, q), exponents
-    dP = decays.scale * dP
-    on_diagonal = jnp.sum(
-        jnp.where(tiles.row_index(C) == tiles.column_index(C), dP, 0.0), axis=2, keepdims=True
-    )  # [h, C, 1]
-    q32, k32 = (tiles.repeat_heads(x, dP.shape[0]).astype(jnp.float32) for x in (q, k))  # [h, C, K]
-    dq, dk, exponents = on_diagonal * k32, on_diagonal * q32, []
-    for b, decay in zip(_levels(C), pairs, strict=True):
-        # Only the pairs that this level splits. This is a selection, because other pairs may hold anything.
-        dP_b = jnp.where(_within(_split_by(b, C), same), dP, 0.0)  # [h, C, C]
-        dq_b = decay * _product(matmul.dot, dP_b, k32 * decay, dtype, parts)  # [h, C, K]
-        dk_b = decay * _product(matmul.dot_tn, dP_b, q32 * decay, dtype, parts)  # [h, C, K]
-        dq, dk = dq + dq_b, dk + dk_b
-        exponents.append(q32 * dq_b + k32 * dk_b)
-    return to_key_heads(dq, n), to_key_heads(dk, n), tuple(exponents)
-
-
-def state_bwd(S, dS, q, k, v, do, from_start, to_end, through, parts):
-    """Return the gradients of `read_state` and `next_state` together.
+def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
+    """Return products for `chunk_bwd`, of a chunk with gates per head, that wait for no other product.
 
     Args:
       S: [h, V, K], the state before the chunk.
       dS: [h, V, K], the gradient of the state after it.
       q, k, v, do: tiles; do is the gradient of the output.
-      from_start, to_end, through: as in `GlaDecays`.
       parts: how many parts S, dS and the decayed q have.
-
-    Returns:
-      The gradients of q and k for every value head, [h, C, K], of v, of the exponent of `through`, and of the
-      state before the chunk.
-    """
-    q, k = (tiles.repeat_heads(x, v.shape[0]) for x in (q, k))
-    axes = (1, 2) if through.shape[2] == 1 else 1
-    dtype, dS_before = q.dtype, through * dS  # [h, V, K]
-    return (
-        from_start * _product(matmul.dot, do, S, dtype, parts),
-        to_end * _product(matmul.dot, v, dS, dtype, parts),
-        matmul.dot_nt(_scaled(k, to_end), dS.astype(dtype)),
-        jnp.sum(S * dS_before, axis=axes, keepdims=True),
-        dS_before + _product(matmul.dot_tn, do, q.astype(jnp.float32) * from_start, dtype, parts),
-    )
-
-
-def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
-    """Return products for `chunk_bwd`, of a chunk with gates per head, that wait for no other product.
-
-    The arguments are as in `state_bwd`; `by_keys` is the first result, if other heads of the same group computed it.
+      by_keys: the first result, if other heads of the same group computed it.
 
     Returns:
       The product of k and q, [n, C, C]; and a tuple: the products of k and dS [h, C, V], v and dS [h, C, K], v and do
@@ -307,11 +194,11 @@ def _one_by_one(x: jax.Array, h: int) -> jax.Array:
 
 
 def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, parts, before, last: bool):
-    """Return all gradients of a chunk whose gates are per head: `scores_bwd` and `state_bwd` in one, all float32.
+    """Return all gradients of a chunk whose gates are per head, float32.
 
     Args:
       by_keys, products: the results of `chunk_products`.
-      S, dS, q, k, do, parts: as in `state_bwd`.
+      S, dS, q, k, do, parts: as in `chunk_products`.
       pairs_t: `GlaDecays.pairs` transposed.
       decays: the decays of the chunk; to_end, if it is repeated over lanes, is at least as wide as K and V.
       before: the sums of the earlier heads of the same group, None for the first heads of a group.
@@ -353,27 +240,20 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, pa
 
 
 def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.Array | None = None) -> jax.Array:
-    """Return the gradient of the gates of a chunk from gradients of its exponents, in the shape of the gates.
+    """Return the gradient of the gates of a chunk, [h, 1, C], from gradients of its exponents.
 
     Args:
-      exponents: as `scores_bwd` returns them.
+      exponents: of `GlaDecays.pairs`, [h, C, C], zero except for pairs i > j.
       d_from_start, d_to_end: [h, C, K], gradients of the exponents of `from_start` and `to_end`, by channel.
       same: as in `decays`.
     """
-    if isinstance(exponents, tuple):
-        stacked = jnp.concatenate([*exponents, d_from_start, d_to_end], axis=1)  # [h, (levels + 2) C, K]
-        h, C, _ = d_to_end.shape
-        # Three parts of 8 bits lose nothing, and zeros and ones need only one part.
-        ones = _stacked(_spans(C, same), h).astype(jnp.bfloat16)
-        high, middle, low = (matmul.dot_tn(ones, part) for part in matmul.bf16_parts(stacked))
-        return high + middle + low
     # The gate of token m is in the exponent of every pair i >= m > j: a product sums over j < m, and then rows are
     # summed over i >= m.
     h, C, _ = exponents.shape
-    before = _for_heads((tiles.row_index(C) < tiles.column_index(C)).astype(jnp.float32), h)  # [h, C, C]
-    through = matmul.dot(exponents, before) + jnp.where(_within(tiles.lower(C), same), _row_sum(d_from_start), 0.0)
+    before = for_heads((tiles.row_index(C) < tiles.column_index(C)).astype(jnp.float32), h)  # [h, C, C]
+    through = matmul.dot(exponents, before) + jnp.where(within(tiles.lower(C), same), _row_sum(d_from_start), 0.0)
     # [h, C, C], row i, column m: the decay from token i to the end has the gates m > i.
-    left = jnp.where(_within(~tiles.lower(C), same), _row_sum(d_to_end), 0.0)
+    left = jnp.where(within(~tiles.lower(C), same), _row_sum(d_to_end), 0.0)
     return jnp.sum(jnp.where(tiles.lower(C), through, left), axis=1, keepdims=True)
 
 

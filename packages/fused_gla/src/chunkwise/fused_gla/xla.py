@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.fused_gla import tile
+from chunkwise.fused_gla import channels
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels import gating, matmul, tiles
 from chunkwise.shared.plain import chunks, state_scan
@@ -29,13 +29,13 @@ def make_form(x: chunks.Tokens, options: arguments.Options, passes: int | None) 
 
 def _with_channel_gates(x: chunks.Tokens) -> chunks.Form:
     same = None if x.masks is None else jnp.repeat(x.masks.same, x.v.shape[1], axis=0)
-    decays = tile.decays(x.flat(x.g), 1.0, same)
+    decays = channels.decays(x.flat(x.g), 1.0, same)
     from_start, to_end, through = x.within_sequence(*map(x.by_head, decays[1:4]))
     k, through = x.of_value_heads(x.k), jnp.swapaxes(through, 2, 3)
     if x.q is None:
         return chunks.Form(through, k * to_end, None, None)
     q = x.of_value_heads(x.q)
-    scores = x.by_head(tile.scores(x.flat(q), x.flat(k), decays, same))
+    scores = x.by_head(channels.scores(x.flat(q), x.flat(k), decays, same))
     return chunks.Form(through, k * to_end, q * from_start, scores)
 
 
