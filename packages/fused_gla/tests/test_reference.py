@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import recurrent_gla, recurrent_simple_gla
+from chunkwise.shared.testing import cases
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import GATES, boundaries, make_inputs
+from chunkwise.shared.testing.inputs import GATES, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from tests.either_gla import chunk_either_gla
 
@@ -37,25 +38,20 @@ def lightning(H, share=0.5):
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(cases.Case):
     """Inputs of the operator.
 
-    There are `group` value heads for each of H key heads. gate is one of GATES, or "each": as many heads, one for each,
-    and one for each of RESETS. lengths are those of a packed batch; the tokens after them are padding and NaN.
+    gate is one of GATES, or None, or "each": as many heads, one for each, and one for each of RESETS. The tokens after
+    the sequences of a pack are padding and NaN.
     """
 
     gate: str | None = "logsigmoid"
-    per_channel: bool = False
-    gamma: tuple[float, ...] | None = None
-    B: int = 1
     T: int = 40
-    H: int = 1
-    group: int = 1
     K: int = 8
     V: int = 8
     chunk_size: int = 16
-    dtype: str = "float32"
-    lengths: tuple[int, ...] | None = None
+    per_channel: bool = False
+    gamma: tuple[float, ...] | None = None
     states: bool = True
 
     def __str__(self):
@@ -63,9 +59,7 @@ class Case:
 
     def inputs(self):
         N = self.B if self.lengths is None else len(self.lengths)
-        sizes = dict(
-            HV=self.H * self.group, K=self.K, V=self.V, dtype=jnp.dtype(self.dtype), per_channel=self.per_channel
-        )
+        sizes = dict(HV=self.HV, K=self.K, V=self.V, dtype=jnp.dtype(self.dtype), per_channel=self.per_channel)
         gates = GATES + RESETS if self.gate == "each" else (self.gate or "zero",)
         heads = [self.head(gate, num_states=N * self.states, **sizes) for gate in gates]
         x = {n: jnp.concatenate([h[n] for h in heads], axis=1 if n == "initial_state" else 2) for n in heads[0]}
@@ -83,7 +77,7 @@ class Case:
         return x | dict(g=x["g"].at[:, ::7].set(gate))
 
     def check(self, fn):
-        x, cu = self.inputs(), None if self.lengths is None else boundaries(*self.lengths)
+        x, cu = self.inputs(), self.cu_seqlens
         rng = np.random.default_rng(1)
         do = jnp.asarray(rng.standard_normal(x["v"].shape), self.dtype)
         shape = x["initial_state"].shape if self.states else ()
@@ -118,34 +112,44 @@ class Case:
 
 # Few, because compiling takes long; together they hold every gate, chunk size, type, kind of tail and packing.
 CASES = (
-    Case("each", B=2, T=70, chunk_size=32),
-    Case("each", True, states=False),
-    Case("each", lengths=(3, 0, 30)),
-    Case("each", True, T=70, chunk_size=64, dtype="bfloat16"),
-    Case(None, gamma=lightning(4), H=4, T=64, dtype="bfloat16"),
-    Case(None, gamma=(-1.0, -5.0, -30.0, -np.inf), H=4, T=192, chunk_size=64),
-    Case(None, dtype="float16"),
+    Case(gate="each", B=2, T=70, chunk_size=32),
+    Case(gate="each", per_channel=True, states=False),
+    Case(gate="each", lengths=(3, 0, 30)),
+    Case(gate="each", per_channel=True, T=70, chunk_size=64, dtype="bfloat16"),
+    Case(gate=None, gamma=lightning(4), H=4, HV=4, T=64, dtype="bfloat16"),
+    Case(gate=None, gamma=(-1.0, -5.0, -30.0, -np.inf), H=4, HV=4, T=192, chunk_size=64),
+    Case(gate=None, dtype="float16"),
     Case(T=1, states=False),
     Case(T=64, lengths=(0, 17, 15, 1, 0), states=False),
-    Case("spikes", True, T=50, lengths=(16, 0, 1, 20)),
-    Case("strong", True, T=48, lengths=(16, 0, 32), states=False),
+    Case(gate="spikes", per_channel=True, T=50, lengths=(16, 0, 1, 20)),
+    Case(gate="strong", per_channel=True, T=48, lengths=(16, 0, 32), states=False),
 )
 # What only the kernels treat in another way: padded heads, blocks of channels, constant gates, sequences of a chunk.
 KERNEL_CASES = (
-    Case("logsigmoid/10", dtype="bfloat16", T=70, K=60, V=100, chunk_size=64),
-    Case("spikes", True, dtype="bfloat16", T=70, K=100, V=60, chunk_size=64),
-    Case("each", True, dtype="bfloat16", T=70, H=2, lengths=(3, 0, 29, 30), chunk_size=64, states=False),
-    Case("logsigmoid", gamma=(-0.1, -2.0), H=2),
-    Case(None, gamma=retention(4), H=4, T=64, dtype="bfloat16"),
-    Case(None, gamma=(-1.0, -30.0), H=2, T=150, chunk_size=128),
+    Case(gate="logsigmoid/10", dtype="bfloat16", T=70, K=60, V=100, chunk_size=64),
+    Case(gate="spikes", per_channel=True, dtype="bfloat16", T=70, K=100, V=60, chunk_size=64),
+    Case(
+        gate="each",
+        per_channel=True,
+        dtype="bfloat16",
+        T=70,
+        H=2,
+        HV=2,
+        lengths=(3, 0, 29, 30),
+        chunk_size=64,
+        states=False,
+    ),
+    Case(gate="logsigmoid", gamma=(-0.1, -2.0), H=2, HV=2),
+    Case(gate=None, gamma=retention(4), H=4, HV=4, T=64, dtype="bfloat16"),
+    Case(gate=None, gamma=(-1.0, -30.0), H=2, HV=2, T=150, chunk_size=128),
     Case(T=5, K=256, V=512),
     Case(T=30, K=320, V=129),
-    Case(None, gamma=(-0.1,), T=16, K=64, V=256),
-    Case("logsigmoid*10", True, T=20, K=512, V=8),
-    Case(None, gamma=(-0.3,), T=50, lengths=(17, 20), dtype="bfloat16"),
+    Case(gate=None, gamma=(-0.1,), T=16, K=64, V=256),
+    Case(gate="logsigmoid*10", per_channel=True, T=20, K=512, V=8),
+    Case(gate=None, gamma=(-0.3,), T=50, lengths=(17, 20), dtype="bfloat16"),
     # XLA has no product of bfloat16 operands on CPUs for such shapes.
     Case(dtype="bfloat16", T=20, V=1),
-    Case(dtype="bfloat16", T=20, H=3),
+    Case(dtype="bfloat16", T=20, H=3, HV=3),
     Case(dtype="bfloat16", T=20, V=16),
 )
 # One of every kind is quick; types, sizes and gates that repeat a kind are thorough.
@@ -172,9 +176,9 @@ def test_recurrence(case, implementation):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(gamma=(-0.1, -2.0), group=2, dtype="bfloat16"),
-        Case(None, T=20, H=2, group=2, lengths=(3, 0, 16), states=False),
-        Case("each", True, T=18, group=2, lengths=(3, 0, 13)),
+        Case(gamma=(-0.1, -2.0), dtype="bfloat16", HV=2),
+        Case(gate=None, T=20, H=2, HV=4, lengths=(3, 0, 16), states=False),
+        Case(gate="each", per_channel=True, T=18, lengths=(3, 0, 13), HV=2),
     ],
     ids=str,
 )

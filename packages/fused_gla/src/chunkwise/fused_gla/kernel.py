@@ -11,7 +11,7 @@ boundary where its state comes in or goes out, and only chunks that the piece do
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +19,12 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import channels, config, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
+from chunkwise.fused_gla.refs import GlaRefs
 from chunkwise.shared.kernels import launcher, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
 
 
-class GlaFwdRefs(NamedTuple):
-    """The Refs of the forward, and of the launch for the gradient of the initial states alone.
-
-    A Ref that a launch lacks is None. A block has rows = chunks * C tokens and heads value heads; keys are their key
-    heads.
-    """
-
-    k: jax.Ref  # [rows, keys K]
-    v: jax.Ref  # [rows, heads V]
-    table: jax.Ref  # `chunk_spans.Spans`
-    q: jax.Ref  # [rows, keys K]
-    g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
-    log_weight: jax.Ref  # [chunks, heads, 1, C]
-    least: jax.Ref  # [chunks, heads, 1, C]
-    initial_state: jax.Ref  # [heads, V, K]
-    owner: jax.Ref  # int32 [chunks, 1, C]
-    pool: jax.Ref  # [heads, K, V], not padded
-    unread: jax.Ref  # an operand that is not read
-    o: jax.Ref  # [rows, heads V]
-    ht: jax.Ref  # [heads, V, K]
-    h: jax.Ref  # [heads, V, K]
-    M: jax.Ref  # [heads, 1, K]
-    pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, V, K]; the Ref ht, if the final states are requested
-
-
-def _gla_fwd_kernel(refs: GlaFwdRefs, s: GlaStatic) -> None:
+def _gla_fwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     """Take the state through the chunks of a span."""
     if refs.ht is not None:
         # The block of the output stays in fast memory until another sequence begins.
@@ -169,7 +143,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     kind = "fwd" if with_output else "states" if "h" in outputs else "summary"
     return launcher.launch(
         functools.partial(_gla_fwd_kernel, s=s),
-        GlaFwdRefs,
+        GlaRefs,
         inputs=inputs_of(x, s, cut, heads, with_output) | {"pool": (x.pool, cut.state(*slot))},
         outputs=available,
         requested=outputs,

@@ -8,7 +8,7 @@ like all states in the kernels.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import channels, kernel, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
+from chunkwise.fused_gla.refs import GlaRefs
 from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule
 from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
@@ -24,41 +25,7 @@ from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
 PAIR, AHEAD = 2, 2
 
 
-class GlaBwdRefs(NamedTuple):
-    """The Refs of the backward.
-
-    A Ref that a launch lacks is None. A block has rows = chunks * C tokens and heads value heads; keys are their key
-    heads.
-    """
-
-    q: jax.Ref  # [rows, keys K]
-    k: jax.Ref  # [rows, keys K]
-    v: jax.Ref  # [rows, heads V]
-    do: jax.Ref  # [rows, heads V]
-    h: jax.Ref  # [heads, V, K]
-    table: jax.Ref  # `chunk_spans.Spans`
-    g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
-    g_gamma: jax.Ref  # [heads, 1, C]
-    log_weight: jax.Ref  # [chunks, heads, 1, C]
-    least: jax.Ref  # [chunks, heads, 1, C]
-    initial_state: jax.Ref  # [heads, V, K]
-    owner: jax.Ref  # int32 [chunks, 1, C]
-    dht: jax.Ref  # [heads, V, K]
-    dq: jax.Ref  # [rows, keys K]
-    dk: jax.Ref  # [rows, keys K]
-    dv: jax.Ref  # [rows, heads V]
-    dg: jax.Ref  # laid out as g; for constant gates [heads, 8, K]
-    dlog_weight: jax.Ref  # [chunks, heads, 1, C]
-    dh0: jax.Ref  # [heads, V, K]
-    states: jax.Ref  # float32 [chunks or more, heads, V, K], before every chunk
-    dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
-    pairs_t: jax.Ref  # float32 [heads, C, C], constant decays of pairs, transposed
-    from_start: jax.Ref  # float32 [heads, C, K], of constant gates
-    to_end: jax.Ref  # float32 [heads, C, K or V], of constant gates
-    through: jax.Ref  # float32 [heads, 1, K], of constant gates
-
-
-def _stored_decays(refs: GlaBwdRefs, s: GlaStatic, heads: slice) -> tile.GlaDecays | None:
+def _stored_decays(refs: GlaRefs, s: GlaStatic, heads: slice) -> tile.GlaDecays | None:
     """Return the decays of constant gates, which are stored with pairs transposed; None for other gates."""
     if not s.constant:
         return None
@@ -66,7 +33,7 @@ def _stored_decays(refs: GlaBwdRefs, s: GlaStatic, heads: slice) -> tile.GlaDeca
     return tile.GlaDecays(*each, s.scale)
 
 
-def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
+def _recompute_state(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the state after a chunk, which is the state before the next chunk."""
     before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
     chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
@@ -79,7 +46,7 @@ def _recompute_state(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 
 
-def _chunk_gradients(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
+def _chunk_gradients(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk; for sequences that are not finite, NaN, also in the gradient of the state."""
     states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
     chunk = loads.isolate(refs, s, chunk, ("q", "k", "v", "do"), *states)
@@ -88,7 +55,7 @@ def _chunk_gradients(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
     loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
 
 
-def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
+def _chunk_in_groups(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per head.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
@@ -151,7 +118,7 @@ def _chunk_in_groups(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
         pass
 
 
-def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
+def _chunk_in_step(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
     heads, pairs = slice(0, refs.dstate.shape[0]), loads.pairs_of(refs, s)
     q, k, v = loads.load_tensors(refs, s, chunk, heads)
@@ -180,7 +147,7 @@ def _chunk_in_step(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk) -> None:
             _store(refs, s, chunk, dq + more_q, dk + more_k, dv + more_v, dg + more_g)
 
 
-def _store(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk, dq, dk, dv, dg) -> None:
+def _store(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, dq, dk, dv, dg) -> None:
     """Store gradients [heads, C, D] of a chunk; those of q and k are added up over the value heads of a key head."""
     heads = slice(0, refs.dstate.shape[0])
     keys = loads.key_heads(refs, s, heads)
@@ -191,7 +158,7 @@ def _store(refs: GlaBwdRefs, s: GlaStatic, chunk: StageChunk, dq, dk, dv, dg) ->
         loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
 
 
-def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
+def _gla_bwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a span; the last span comes first."""
     if refs.dh0 is not None:
         # The block of the output stays in fast memory until another sequence begins.
@@ -220,7 +187,7 @@ def _gla_bwd_kernel(refs: GlaBwdRefs, s: GlaStatic) -> None:
     chunk_loop.run_chunks(gradients, refs, span, s, first, end, backwards=True)
 
 
-def _gla_bwd_state_kernel(refs: kernel.GlaFwdRefs, s: GlaStatic) -> None:
+def _gla_bwd_state_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     """Take the gradient of the state back through the chunks of a span; the last span comes first.
 
     It is the forward's computation with queries in the place of keys and gradients of outputs in the place of values,
@@ -248,7 +215,7 @@ def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
     x = dataclasses.replace(x, q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht)
     return launcher.launch(
         functools.partial(_gla_bwd_state_kernel, s=s),
-        kernel.GlaFwdRefs,
+        GlaRefs,
         inputs=kernel.inputs_of(x, s, cut, heads, queries=False),
         outputs={"ht": (cut.state(heads, *s.state), (s.N, s.HV, *s.state), jnp.float32)},
         **kernel.launched(x, s, "bwd_state", heads, output=False),
@@ -296,7 +263,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         of_gates = {"dg", "dlog_weight"}
     results = launcher.launch(
         functools.partial(_gla_bwd_kernel, s=s),
-        GlaBwdRefs,
+        GlaRefs,
         inputs=inputs
         | {
             "do": (x.do, value),

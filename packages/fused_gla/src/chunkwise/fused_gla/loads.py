@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import channels, tile
 from chunkwise.fused_gla.operands import GlaStatic
+from chunkwise.fused_gla.refs import GlaRefs
 from chunkwise.shared.kernels import matmul, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
@@ -23,7 +24,7 @@ def _rows_at(s: GlaStatic, chunk: StageChunk):
     return pl.ds(pl.multiple_of(chunk.index * jnp.int32(s.C), s.C), s.C)
 
 
-def _valid_row(refs, s: GlaStatic, chunk: StageChunk) -> jax.Array | None:
+def _valid_row(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> jax.Array | None:
     """Return `chunk.valid` as a row, bool [1, 1, C]."""
     if chunk.masks is not None:
         return (refs.owner[chunk.index][None] >= 0) & (tiles.to_row(chunk.nonfinite_rows) == 0.0)
@@ -39,13 +40,13 @@ def load(ref, D: int, s: GlaStatic, chunk: StageChunk, heads: slice = slice(None
     return layout.load_heads(ref, D, heads, chunk.valid, _rows_at(s, chunk))
 
 
-def key_heads(refs, s: GlaStatic, heads: slice) -> slice:
+def key_heads(refs: GlaRefs, s: GlaStatic, heads: slice) -> slice:
     """Return the key heads of some value heads of the block."""
     group = refs.v.shape[1] // s.V // (refs.k.shape[1] // s.K)
     return slice(heads.start // group, -(-heads.stop // group))
 
 
-def load_tensors(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
+def load_tensors(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
     """Return q, k [key heads, C, K] and v [heads, C, V] in the type of products; None for a q that is not read."""
     keys, q_ref = key_heads(refs, s, heads), refs.unread if refs.q is None else refs.q
     dtype = matmul.operand_dtype(q_ref.dtype, refs.k.dtype, refs.v.dtype)
@@ -53,7 +54,7 @@ def load_tensors(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[A
     return q, k, load(refs.v, s.V, s, chunk, heads).astype(dtype)
 
 
-def pairs_of(refs, s: GlaStatic) -> channels.Pairs:
+def pairs_of(refs: GlaRefs, s: GlaStatic) -> channels.Pairs:
     """Return how the decays of pairs are made; gates per head have a decay for every pair."""
     if not s.per_channel:
         return channels.Pairs.NONE
@@ -61,7 +62,7 @@ def pairs_of(refs, s: GlaStatic) -> channels.Pairs:
     return channels.Pairs.PRODUCT if bf16 else channels.Pairs.LEVELS
 
 
-def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
+def load_gates(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
     """Return all gates added up, [heads, 1, C] or [heads, C, K], with zeros in rows that are not valid."""
     if s.per_channel:
         return tiles.clip_gate(load(refs.g, s.K, s, chunk, heads))  # [heads, C, K]
@@ -71,26 +72,28 @@ def load_gates(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array
     return _select(_valid_row(refs, s, chunk), g)
 
 
-def load_row(ref, refs, s: GlaStatic, chunk: StageChunk, heads: slice, otherwise: float) -> jax.Array:
+def load_row(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice, otherwise: float) -> jax.Array:
     """Return a value per token, [heads, 1, C], with another one in rows that are not valid."""
     x, valid = ref[chunk.index, heads], _valid_row(refs, s, chunk)
     return x if valid is None else jnp.where(valid, x, otherwise)
 
 
-def _load_parts(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _load_parts(
+    refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return gates per channel, and bfloat16 tiles whose sum is exactly these gates."""
     g = load_gates(refs, s, chunk, heads)
     # For bfloat16 gates, clipped or not, one tile is enough.
     return g, matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
 
 
-def load_levels(refs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[jax.Array, ...]:
+def load_levels(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[jax.Array, ...]:
     """Return `channels.level_decays` of a chunk."""
     return channels.level_decays(_load_parts(refs, s, chunk, heads)[1])
 
 
 def load_decays(
-    refs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None,
+    refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice, constant: tile.GlaDecays | None = None,
     pairs: channels.Pairs = channels.Pairs.NONE,
 ) -> tile.GlaDecays:  # fmt: skip
     """Return the decays of a chunk, zero between sequences; or some heads of `constant` decays, if these are given.
@@ -115,7 +118,7 @@ def load_decays(
     )
 
 
-def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
+def constant_decays(refs: GlaRefs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
     """Return the decays of every chunk if all chunks have the same ones, else None."""
     if not s.constant:
         return None
@@ -126,12 +129,12 @@ def constant_decays(refs, s: GlaStatic, heads: int) -> tile.GlaDecays | None:
     return tile.constant_decays(gamma, s.scale, s.C)
 
 
-def isolate(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str], *states: tuple) -> StageChunk:
+def isolate(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, names: Sequence[str], *states: tuple) -> StageChunk:
     """Isolate the sequences of a chunk that are not finite in gates, in these Refs of tokens or in the states."""
     return chunk.isolate(functools.partial(_not_finite, refs, s, chunk, names), *states)
 
 
-def _not_finite(refs, s: GlaStatic, chunk: StageChunk, names: Sequence[str]) -> jax.Array:
+def _not_finite(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, names: Sequence[str]) -> jax.Array:
     """Return which rows are not finite in gates or in Refs of tokens, which may be None: float32 [1, C, 1]."""
     tokens = [(getattr(refs, name), s.K if name in ("q", "k") else s.V) for name in names]
     heads = [layout.load_heads(ref, D, at=_rows_at(s, chunk)) for ref, D in tokens if ref is not None]
@@ -151,7 +154,7 @@ def store(ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> N
     layout.store_heads(ref, x, chunk.valid if s.varlen else None, first=heads.start, at=_rows_at(s, chunk))
 
 
-def store_gates(refs, ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
+def store_gates(refs: GlaRefs, ref, x: jax.Array, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
     """Write the gradient of gates to the rows of a chunk, or only to the rows of a piece; zeros for padding."""
     valid = _valid_row(refs, s, chunk)
     if s.per_channel:
