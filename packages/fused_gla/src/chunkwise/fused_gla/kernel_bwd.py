@@ -81,7 +81,7 @@ def _chunk_in_groups(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
         # These products wait for no other product, so the next pairs may begin before this pair ends.
         for _ in range(AHEAD):
             yield
-        pairs: Any = decays.pairs
+        pairs = decays.pairs
         pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
         S, dS = (normaliser.split(y, s)[0] for y in states())
         of_sums: Any = None
