@@ -19,7 +19,7 @@ class LightningAttentionWeights(NamedTuple):
 
     Attributes:
       q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head.
-      norm: [HV V].
+      norm: [HV V], of one norm over all heads.
       out: [HV V, D].
     """
 

@@ -25,7 +25,7 @@ class MlstmLayerWeights(NamedTuple):
       q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head.
       i, f: projections of the input gates and of the forget gates, [D, HV].
       i_bias, f_bias: [HV].
-      norm: [HV V].
+      norm: [HV V], of a layer norm of every head.
       out: [HV V, D].
     """
 

@@ -46,8 +46,8 @@ class Part(NamedTuple):
         has; None otherwise.
     """
 
-    enters: jax.Array | None
-    passes: jax.Array | None
+    enters: jax.Array | None = None
+    passes: jax.Array | None = None
     valid: jax.Array | None = None
     first: jax.Array | None = None
     last: jax.Array | None = None
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 def _rows(x: arguments.Arguments) -> tuple[arguments.Arguments, Part]:
     """Return the arguments and the `Part` of rows that are one sequence each."""
-    return x, Part(None, None)
+    return x, Part()
 
 
 def _segments(

@@ -68,7 +68,7 @@ def _load_tokens(refs: DecodeRefs) -> None:
         # The row for sequences without a token.
         refs.tokens.side_by_side[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
     for name, weight in zip(("x0", "x1", "x2"), refs.layer.w, strict=False):
-        refs.layer.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
+        refs.work.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
     # The output of a token is zero if no sequence has the token.
     refs.tokens.outputs[...] = jnp.zeros_like(refs.tokens.outputs)
 
@@ -288,7 +288,7 @@ def _channels(refs: DecodeRefs, s: KernelStatic, b, j: int) -> list[jax.Array]:
     """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
     x = refs.tokens.rows[:, refs.lanes[f"x{j}"]]
     if refs.layer.w:
-        weight, biases = refs.layer.taps[:, refs.lanes[f"x{j}"]], refs.layer.b
+        weight, biases = refs.work.taps[:, refs.lanes[f"x{j}"]], refs.layer.b
         before, after = refs.buffers.conv_in[j], refs.buffers.conv_out[j]
         width, W = weight.shape[0], s.decode_tokens
         inputs = [*(before[b, :, t].astype(jnp.float32) for t in range(width - 1)), *tile.by_token(x, s)]

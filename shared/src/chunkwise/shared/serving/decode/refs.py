@@ -75,13 +75,11 @@ class LayerRefs(NamedTuple):
 
     Attributes:
       w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
-      taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
       A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
     """
 
     w: tuple[jax.Ref, ...]
     b: tuple[jax.Ref, ...]
-    taps: jax.Ref
     A_log: jax.Ref
     dt_bias: jax.Ref
     norm: jax.Ref
@@ -148,6 +146,7 @@ class WorkRefs(NamedTuple):
     """What a grid step computes with.
 
     Attributes:
+      taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
       parts: float32 [HV 8 m, K], parts of keys and queries; products: float32 [HV 8 m, V], parts times states.
       ring_parts: the same for reads from rings; None if they are the same.
       starts: float32 [n HV, K], the decays of states over rings for gates per channel; None for other gates.
@@ -158,6 +157,7 @@ class WorkRefs(NamedTuple):
       between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
     """
 
+    taps: jax.Ref
     parts: jax.Ref
     ring_parts: jax.Ref
     starts: jax.Ref
