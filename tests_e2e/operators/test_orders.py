@@ -11,26 +11,30 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing.inputs import make_inputs
 
-# The kernels of packages, and their plain orders.
+IN_TURN = "m" + "xp" * 5 + "amm" * 4
+# The kernels of packages, their plain orders, and the tokens of a launch in which they run.
 KERNELS = {
-    ("kda", "fwd"): "pm" * 8,
-    ("kda", "summary"): "pm" * 8,
-    ("fused_gdn", "map"): "xpm" * 8,
-    ("fused_gdn", "precomputed"): "pm" * 8,
+    ("kda", "fwd"): ("pm" * 8, 130),
+    ("kda", "summary"): ("pm" * 8, 130),
+    ("fused_gdn", "map"): ("m" + "xpm" * 8 + "p" + "a" * 4, 130),
+    ("fused_gdn", "map of two"): (IN_TURN + IN_TURN.upper(), 512),
+    ("fused_gdn", "precomputed"): ("pm" * 8, 130),
 }
 THOROUGH = dict(test_orders_change_no_bit=True)
 
 
 @pytest.mark.parametrize(("package", "kernel"), KERNELS)
 def test_orders_change_no_bit(package, kernel):
-    plain, H = KERNELS[package, kernel], 16
-    HV = H if package == "kda" else 2 * H
-    x = Arguments(**make_inputs(1, 130, H, HV, 8, 8, per_channel=package == "kda"))
+    (plain, T), HV = KERNELS[package, kernel], 16 if package == "kda" else 32
+    H = 1 if kernel == "map of two" else 16  # all stages may share a key head
+    x = Arguments(**make_inputs(1, T, H, HV, 8, 8, per_channel=package == "kda"))
     fused = importlib.import_module(f"chunkwise.{package}.operator").OPERATOR.implementations["fused"]
 
     def run(x):
         options = Options(True, chunk_size=64)
         found = implementations.map_states(fused, x, options)
+        if kernel == "map of two":
+            return found
         return found, implementations.run(fused, x, options), implementations.run(fused, x, options, found[1])
 
     def results(order):

@@ -19,6 +19,7 @@ from tests import segment_suite
 THOROUGH = dict(test_state_map=lambda operator, batch: batch != "rows" or operator != "gla")
 OPERATORS = {
     "gated_delta_rule": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1, chunks=2)),
+    "gated_delta_rule in turns": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1, turns=2)),
     "kda": (kda_operator.OPERATOR, kda.Config(1, 1, chunks=2)),
     "gdn2": (two_keys_operator.GDN2, two_keys.Config(1, 1)),
     "comba": (two_keys_operator.COMBA, two_keys.Config(1, 1)),
@@ -32,17 +33,21 @@ BATCHES = {
     "chunks": ({}, (1, 137), 20),
     "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 20),
     "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 20),
+    "eight chunks": ({}, (2, 128), 20),
     # The identity does not fit beside the states, and takes a launch of its own.
     "wide": ({}, (1, 20), 250),
 }
 
 
-@pytest.mark.parametrize(("batch", "cores"), [("rows", 1), ("chunks", 1), ("pack", 2), ("segments", 1), ("wide", 1)])
-@pytest.mark.parametrize("operator", OPERATORS)
+CASES = [("rows", 1), ("chunks", 1), ("pack", 2), ("segments", 1), ("wide", 1)]
+CASES = [(operator, *case) for operator in OPERATORS if "turns" not in operator for case in CASES]
+
+
+@pytest.mark.parametrize(("operator", "batch", "cores"), [*CASES, ("gated_delta_rule in turns", "eight chunks", 1)])
 def test_state_map(operator, batch, cores):
     """The map takes any state to the state after the tokens, and the operator takes the arrays that it precomputed."""
     (record, config), (sequences, sizes, V) = OPERATORS[operator], BATCHES[batch]
-    fused, entry = record.implementations["fused"], operators.OPERATORS[f"chunk_{operator}"]
+    fused, entry = record.implementations["fused"], operators.OPERATORS[f"chunk_{operator.partition(' ')[0]}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
     x = inputs.make_inputs(*sizes, 1, 2, K, V, per_channel=entry.per_channel, erase=entry.erase, num_states=count)
     x |= {} if entry.delta else dict(beta=None)

@@ -29,6 +29,13 @@ def test_shapes_with_states(dtype, C, T, H, HV, K, V):
     assert_recurrence(chunk_gated_delta_rule, x, gradients=False, **options)
 
 
+def test_one_key_head_in_turns():
+    """A turn that begins while others of all heads still read their key head does not replace it."""
+    x = make_inputs(1, 128, 1, 32, 8, 8, num_states=1)
+    options = dict(chunk_size=16, implementation="fused", config=Config(32, 32, turns=2))
+    assert_recurrence(chunk_gated_delta_rule, x, gradients=False, **options)
+
+
 @pytest.mark.parametrize(
     ("H", "HV", "C", "K", "heads", "chunks", "repeats"),
     [

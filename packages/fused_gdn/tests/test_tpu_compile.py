@@ -122,8 +122,8 @@ def test_states_and_float32(chip):
 def test_split_tokens(dtype, chip):
     """Tokens over chips, for some of them packed: a map, the operator that gets its inverses, and the backward.
 
-    The map of rows takes two chunks a grid step, and the map of a pack one. Under a policy of `jax.checkpoint` that
-    saves what they keep, no launch of the forward is repeated.
+    The map of rows takes two chunks a grid step, of bfloat16 tensors in lock-step, and the map of a pack one. Under a
+    policy of `jax.checkpoint` that saves what they keep, no launch of the forward is repeated.
     """
     packed = chip in ("v6e", "v5e")
     others = jax.ShapeDtypeStruct((3 if packed else 1, 4, 64, 100), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -134,6 +134,7 @@ def test_split_tokens(dtype, chip):
         def forward(x, state):
             return chunk_gated_delta_rule(
                 *x, None, state, True, cu_seqlens=cu_seqlens if packed else None, implementation="fused",
+                config=None if dtype == jnp.bfloat16 else Config(4, 4, turns=2),
                 sharding=PartitionSpec(None, "tokens"),
             )  # fmt: skip
 

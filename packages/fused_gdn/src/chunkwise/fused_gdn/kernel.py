@@ -172,9 +172,6 @@ def _turn(
     def store(part: tile.Heads, values: dict[str, jax.Array]) -> None:
         for name, x in values.items():
             getattr(after, name)[part.packs_at] = x
-        for ref, x in ((after.k_prev, k), (after.q_prev, q)):
-            if ref is not None:
-                ref[part.keys_at] = x[part.keys_at]
 
     def prepare_heads(several: list[tile.Heads]) -> Iterator[None]:
         for part in several:
@@ -222,6 +219,10 @@ def _turn(
         refs.A_inv_out[...] = A_inv
     for part, values in staged:
         store(part, values)
+    # All stages may share a key head, and those of the turn before may still read it.
+    for ref, x in ((after.k_prev, k), (after.q_prev, q)):
+        if ref is not None:
+            ref[...] = x
 
 
 def prepare(refs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: FusedStatic) -> dict[str, jax.Array]:
@@ -351,7 +352,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     return dict(
         body=functools.partial(_turns_kernel if turns > 1 else _fwd_kernel, static=static, s=s),
         refs=GdnFwdRefs,
-        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'states'}_c{s.C}",
+        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'summary' if 'ht' in outputs else 'states'}_c{s.C}",
         # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
         grid=(B, HV // s.heads, x.spans(static) + 1),
         tables={"table": x.table},

@@ -9,12 +9,15 @@ through it, with two products that wait for one another instead of three. Where 
 exact operands, so that the products with A_inv need fewer parts. A_inv and u + w S keep 16 bits, because sums over them
 cancel; w is rounded in its product as the state is there.
 
-A state may have K more channels, which have no values: from the identity they become M, the matrix that takes a state
+A state has K more channels, which have no values: from the identity they become M, the matrix that takes a state
 through all tokens.
+
+A grid step takes two chunks where `kernel` does. Each stage works on the chunks of another grid step, so only the state
+goes from the first chunk to the second one, and an order puts products of one between those of the other.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +49,7 @@ class GdnMapRefs(NamedTuple):
     ht: jax.Ref  # [heads, K, V]
     A_inv: jax.Ref  # [n, C, p C] of inverted
     M: jax.Ref  # [heads, K, K]
-    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, V + K]
+    state: jax.Ref  # float32 [heads, K, V + K]
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     end: jax.Ref  # float32 [n, C, p C], decays to the end of inverted, times beta
@@ -73,60 +76,66 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
     def _():
         shape = s.heads, s.K, s.V
         start = chunk_loop.empty_state(shape) if refs.initial_state is None else refs.initial_state[...]
-        refs.state[:, :, : s.V] = start
-        if refs.M is not None:
-            i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
-            refs.state[:, :, s.V :] = tile.indicator(i == j)
+        i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
+        refs.state[:, :, : s.V], refs.state[:, :, s.V :] = start, tile.indicator(i == j)
 
-    chunk_loop.run_variant(functools.partial(_grid_step, refs, spans, static=static, s=s), refs, spans, static)
+    if static.chunks > 1:
+        _two_chunks(refs, static, s)
+    else:
+        chunk_loop.run_variant(functools.partial(_grid_step, refs, spans, static=static, s=s), refs, spans, static)
 
-    @pl.when(prev.last == 1)
+    @pl.when(prev.of_chunk(jnp.int32(static.chunks - 1)).last == 1)
     def _():
-        refs.ht[...] = refs.state[:, :, : s.V]
-        if refs.M is not None:
-            refs.M[...] = refs.state[:, :, s.V :]
+        refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.V :]
+
+
+# Where a grid step has two chunks, these Refs have the tokens of both, or an entry for each.
+_TOKENS = "k", "v", "g", "beta"
+_ENTRIES = "A_inv", "A", "blocks", "end", "start", "last", "last_prev", "k_inverted", "k_prev", "u", "w"
+
+
+def parts_of(s: tile.Heads) -> tuple[int, int]:
+    """Return how many times heads take the state on, and how many times heads are prepared for each of them."""
+    stages = s.split(kernel.STAGE)
+    return len(stages), len(stages[0].split(kernel.STAGE // 2))
+
+
+def _two_chunks(refs: GdnMapRefs, static: FusedStatic, s: tile.Heads) -> None:
+    """Run the stages of a grid step of two chunks; those of the second chunk have capital letters in the order.
+
+    What the stages of a chunk prepare is stored at once, so an order must not prepare heads before "a" has read what is
+    stored of them. And the state of these heads must be through the first chunk before it enters the second one.
+    """
+    stages, keys = {}, []
+    for index in range(2):
+        places = dict.fromkeys(_TOKENS, slice(index * s.C, (index + 1) * s.C)) | dict.fromkeys(_ENTRIES, index)
+        own = refs._replace(**{name: getattr(refs, name).at[at] for name, at in places.items()})
+        _, k, g, beta, _ = loads.load_chunk(own, None, s, static)
+        each = _stages(own, k, g, beta, None, None, functools.partial(store, own), s)
+        keys.append((own, k))
+        stages |= {name.upper() if index else name: stage for name, stage in each.items()}
+    n, parts = parts_of(s)
+    order = "m" + "xp" * (n + 1) + ("a" + "m" * parts) * n
+    order = tuning.find_order("chunkwise.fused_gdn", "map of two", (s.heads, s.C, s.K), order + order.upper())
+    schedule.interleave(order, **stages)
+    for own, k in keys:
+        hand_on(own, k)
 
 
 def _grid_step(
     refs: GdnMapRefs, spans: list[chunk_spans.Span], rows: stage_chunks.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
-    """Run all stages of a grid step, in the variant for these rows of the three chunks."""
+    """Run the stages of a grid step of one chunk, in the variant for these rows of the three chunks."""
     owners = refs.owner, refs.owner_inverted, refs.owner_prev
     cur, inverted, prev = (stage_chunks.stage_chunk(span, rows, s.C, x) for span, x in zip(spans, owners, strict=True))
     cur = cur.isolate(functools.partial(loads.tokens_not_finite, refs, s, refs.k), stages=3)
     inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], loads.values_not_finite(refs, s)), stages=3)
     prev = prev.isolate(lambda: refs.nonfinite_v[...], (refs.state, prev.carried), stages=3)
-    _, k, g, beta, _ = loads.load_chunk(refs, cur.valid, s, static)
-    exact = k.dtype != jnp.bfloat16
-    gates = tile.gate_sums(g, beta, s, exact, cur.masks)
-
-    stages, staged, inverses = s.split(kernel.STAGE), [], []
-    inverting = (
-        inverses.append(A_inv) for A_inv in inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2)
-    )
-    passing = schedule.software_pipeline(pass_chunk(refs, stage) for stage in stages)
-    halves = [part for stage in stages for part in stage.split(kernel.STAGE // 2)]
-    preparing = (staged.append((part, prepare(refs, k, gates, part, cur.masks))) for part in halves)
-
-    def apply_inverses() -> Iterator[None]:
-        for _ in inverting:
-            pass
-        for stage in stages:
-            apply_inverse(refs, inverses[-1], inverted.valid, stage)
-            yield
-
-    # The matrix unit takes products in the order of the program, and where one waits, all wait. Every product of the
-    # inverse waits for the one before. Between two of them, some heads are prepared and others take the state on. Stage
-    # n reads u and w of prev until the letter "p" of number n + 2 of the order; "a" of number n + 1 overwrites them, so
-    # it must come later.
-    applying = apply_inverses()
-    order = tuning.find_order("chunkwise.fused_gdn", "map", (s.heads, s.C, s.K), "xpm" * len(halves))
-    schedule.interleave(order, x=inverting, p=passing, m=preparing, a=applying)
-    for remaining in (passing, applying, preparing):
-        for _ in remaining:
-            pass
-    refs.A_inv[...] = inverses[-1]
-
+    (_, k, g, beta, _), prepared = loads.load_chunk(refs, cur.valid, s, static), []
+    stages = _stages(refs, k, g, beta, cur.masks, inverted.valid, lambda *x: prepared.append(x), s)
+    n, parts = parts_of(s)
+    order = "m" + "xpm" * (n * parts) + "p" + "a" * n
+    schedule.interleave(tuning.find_order("chunkwise.fused_gdn", "map", (s.heads, s.C, s.K), order), **stages)
     prev.poison((), (refs.state, prev.ending))
     if rows is stage_chunks.Rows.MIXED:
         refs.nonfinite_k[...], refs.nonfinite_v[...] = cur.nonfinite_rows, inverted.nonfinite_rows
@@ -134,34 +143,90 @@ def _grid_step(
     # arrays of earlier chunks.
     if refs.owner is not None:
         refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[...]
-    refs.k_prev[...], refs.last_prev[...] = refs.k_inverted[...], refs.last[...]
-    refs.k_inverted[...] = k
-    for part, values in staged:
-        for ref, x in values:
-            ref[part.packs_at] = x
+    hand_on(refs, k)
+    for x in prepared:
+        store(refs, *x)
 
 
-def prepare(refs: GdnMapRefs, k, gates: tile.Gates, part: tile.Heads, masks) -> list[tuple]:
-    """Return the arrays of some heads of cur that the next grid step needs, each with its Ref in scratch memory."""
-    g = tile.pack_gates(gates, part)
+def _stages(
+    refs: GdnMapRefs, k, g, beta, masks, valid, keep: Callable[[tile.Heads, dict[str, jax.Array]], None], s: tile.Heads
+) -> dict[str, Iterator[None]]:
+    """Return the stages of a grid step, or of one of its two chunks, by their letters in an order.
+
+    The matrix unit takes products in the order of the program, and where one waits, all wait. Every product of the
+    inverse, "x", waits for the one before. Between two of them, some heads take the state on, "p", or are prepared,
+    "m", after the gates, which are the first "m". Stage n reads what takes its state on until "p" of number n + 2;
+    "a" of number n + 1 overwrites it, so it must come later.
+
+    Args:
+      refs: the Refs of the chunks that the stages work on.
+      k, g, beta: of the chunk to prepare, as `loads.load_chunk` returns them; `masks` are of the same chunk.
+      valid: rows of the values of the chunk inverted that may be read; None for all rows.
+      keep: called with heads and what `prepare` returns for them.
+      s: all heads.
+    """
+    stages, exact, inverses = s.split(kernel.STAGE), k.dtype != jnp.bfloat16, []
+
+    def invert() -> Iterator[None]:
+        for A_inv in inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2):
+            inverses.append(A_inv)
+            yield
+
+    inverting = invert()
+
+    def prepare_heads() -> Iterator[None]:
+        gates = tile.gate_sums(g, beta, s, exact, masks)
+        yield
+        for part in (part for stage in stages for part in stage.split(kernel.STAGE // 2)):
+            keep(part, prepare(k, gates, part, masks))
+            yield
+
+    def apply_inverses() -> Iterator[None]:
+        for _ in inverting:
+            pass
+        for stage in stages:
+            apply_inverse(refs, inverses[-1], valid, stage)
+            yield
+
+    passing = schedule.software_pipeline(pass_chunk(refs, stage) for stage in stages)
+    return {"x": inverting, "p": passing, "m": prepare_heads(), "a": apply_inverses()}
+
+
+def prepare(k, gates: tile.Gates, part: tile.Heads, masks) -> dict[str, jax.Array]:
+    """Return the arrays of some heads of cur that the next grid step needs, by the names of Refs in scratch memory."""
+    g, k = tile.pack_gates(gates, part), k[part.keys_at]
     pairs, from_start, to_end = tile.boundary_decays(g, part, masks)
-    KK, D = tile.scores([k[part.keys_at]], k[part.keys_at], g, pairs, part)  # [n, C, p C]
+    KK, D = tile.scores([k], k, g, pairs, part)  # [n, C, p C]
     A = KK * (D * g.beta_rows)
     start = jnp.exp2(sum(g.G_rows))  # [n, 1, p C]
     if masks is not None:
         start = jnp.where(packed.concat_lanes([tiles.to_row(tile.indicator(masks.carried))] * part.p) > 0.0, start, 0.0)
-    return [
-        (refs.A, A),
-        (refs.blocks, inverse.begin_inverse(A)),
-        (refs.end, to_end * g.beta),
-        (refs.start, start),
-        (refs.last, from_start[:, -1:]),
-    ]
+    return {
+        "A": A,
+        "blocks": inverse.begin_inverse(A),
+        "end": to_end * g.beta,
+        "start": start,
+        "last": from_start[:, -1:],
+    }
+
+
+def store(refs: GdnMapRefs, part: tile.Heads, values: dict[str, jax.Array]) -> None:
+    """Store what `prepare` returns."""
+    for name, x in values.items():
+        getattr(refs, name)[part.packs_at] = x
+
+
+def hand_on(refs: GdnMapRefs, k) -> None:
+    """Store the keys for the next grid step; all stages may share a key head, so none reads it in this one."""
+    refs.k_prev[...] = refs.k_inverted[...]
+    refs.k_inverted[...] = k
 
 
 def apply_inverse(refs: GdnMapRefs, A_inv, valid, part: tile.Heads) -> None:
-    """Compute and store u and w of some heads."""
-    dtype, A_inv = refs.k.dtype, refs.end[part.packs_at] * A_inv[part.packs_at]  # [n, C, p C]
+    """Compute and store what takes the state of some heads through the chunk inverted, and store their A_inv."""
+    refs.A_inv[part.packs_at] = A_inv = A_inv[part.packs_at]  # [n, C, p C]
+    refs.last_prev[part.packs_at] = refs.last[part.packs_at]
+    dtype, A_inv = refs.k.dtype, refs.end[part.packs_at] * A_inv
     v = layout.load_heads(refs.v, part.V, part.values_at, valid)  # [heads, C, V]
     k = refs.k_inverted[part.keys_at]
     k = jnp.stack([k[i // part.group] for i in range(part.heads)])  # [heads, C, K]
@@ -179,7 +244,7 @@ def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     products = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
     yield
     valued = products[:, :, :V] + refs.u[part.values_at]
-    products = valued if products.shape[2] == V else packed.concat_lanes([valued, products[:, :, V:]])
+    products = packed.concat_lanes([valued, products[:, :, V:]])
     last = tile.head_columns(refs.last_prev[part.packs_at], part, S.shape[2])  # [heads, 1, channels]
     refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], products, part)
 
@@ -196,24 +261,26 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
       The arguments of `launcher.launch`, which gives a dict of these outputs: ht, the final states [N, HV, K, V], and M
       [N, HV, K, K], both float32 and undefined for empty sequences; and A_inv as in `Operands`.
     """
-    B, HV, spans, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
+    B, HV, chunks, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
+    two = kernel.chunks_in_turn(x, static) == 2
+    static, each = static.in_spans_of(1 + two), (2,) * two
     cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
     n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
-    channels, matrix, row = s.V + s.K * ("M" in outputs), (n, s.C, width), (n, 1, width)
-    operand_k = pltpu.VMEM((keys, s.C, s.K), dtype)
+    matrix, row = (n, s.C, width), (*each, n, 1, width)
+    operand_k = pltpu.VMEM((*each, keys, s.C, s.K), dtype)
     # The state, and the arrays that a grid step leaves for the next ones.
     scratch: dict[str, Any] = {
-        "state": (s.heads, s.K, channels),
-        "A": matrix,
-        "blocks": (n, inverse.first_block_rows(s.C), width),
-        "end": matrix,
+        "state": (s.heads, s.K, s.V + s.K),
+        "A": (*each, *matrix),
+        "blocks": (*each, n, inverse.first_block_rows(s.C), width),
+        "end": (*each, *matrix),
         "start": row,
         "last": row,
         "last_prev": row,
         "k_inverted": operand_k,
         "k_prev": operand_k,
-        "u": (s.heads, s.C, s.V),
-        "w": pltpu.VMEM((s.heads, s.C, s.K), dtype),
+        "u": (*each, s.heads, s.C, s.V),
+        "w": pltpu.VMEM((*each, s.heads, s.C, s.K), dtype),
     }
     if x.owner is not None:
         owners = pltpu.VMEM((1, 1, width), jnp.int32)
@@ -225,7 +292,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         refs=GdnMapRefs,
         name=f"chunk_gated_delta_rule_summary_c{s.C}",
         # Two more grid steps, because the state goes through a chunk two grid steps after the chunk is prepared.
-        grid=(B, HV // s.heads, spans + 2),
+        grid=(B, HV // s.heads, static.spans + 2),
         tables={"table": x.table},
         inputs={
             "k": (x.k, cur.tokens(keys * s.K)),
@@ -237,10 +304,10 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         },
         outputs={
             "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-            "A_inv": (inverted.per_span(*matrix), (B, spans, HV // s.p, s.C, width), jnp.float32),
+            "A_inv": (inverted.per_chunk(*matrix), (B, chunks, HV // s.p, s.C, width), jnp.float32),
             "M": (prev.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
         },
         requested=outputs,
         scratch=scratch,
-        cost_estimate=config.states_cost(**static.sizes() | {"V": channels}, itemsize=dtype.itemsize),
+        cost_estimate=config.states_cost(**static.sizes() | {"V": s.V + s.K}, itemsize=dtype.itemsize),
     )

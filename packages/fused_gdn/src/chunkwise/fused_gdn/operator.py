@@ -73,8 +73,12 @@ def to_blocks(x: jax.Array, heads: int, T: int) -> jax.Array:
 
 
 def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Run the launch that only takes states through the tokens; segments take one chunk a grid step there."""
-    module = kernel_chunks if x.owner is None and kernel_chunks.takes(x, static) else kernel_map
+    """Run the launch that only takes states through the tokens; segments take one chunk a grid step there.
+
+    Without M, of which `kernel_map` is the kernel, it is a forward without an output.
+    """
+    whole = kernel_map if "M" in outputs else kernel
+    module = kernel_chunks if x.owner is None and kernel_chunks.takes(x, static) else whole
     return launcher.launch(**module.plan(x, static, outputs))
 
 
