@@ -182,8 +182,7 @@ def _stages(
             yield
 
     def apply_inverses() -> Iterator[None]:
-        for _ in inverting:
-            pass
+        schedule.finish(inverting)
         for stage in stages:
             apply_inverse(refs, inverses[-1], valid, stage)
             yield
