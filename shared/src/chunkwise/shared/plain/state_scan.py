@@ -58,8 +58,7 @@ def _batched(product: Callable, a: jax.Array, b: jax.Array, passes: int | None) 
         made = _batched(product, a, b.reshape(*b.shape[:-2], -1), passes)
         made = jnp.moveaxis(made.reshape(*made.shape[:-1], *b.shape[-2:]), -2, -3)
         return made.reshape(*made.shape[:-4], heads, *made.shape[-2:])
-    flat = lambda y: y.reshape(-1, *y.shape[-2:])
-    made = product(flat(a), flat(b), passes=passes)
+    made = product(*(y.reshape(-1, *y.shape[-2:]) for y in (a, b)), passes=passes)
     return made.reshape(*a.shape[:-2], *made.shape[-2:])
 
 
