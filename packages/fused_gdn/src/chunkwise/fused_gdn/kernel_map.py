@@ -115,8 +115,9 @@ def _two_chunks(refs: GdnMapRefs, static: FusedStatic, s: tile.Heads) -> None:
         keys.append((own, k))
         stages |= {name.upper() if index else name: stage for name, stage in each.items()}
     n, parts = parts_of(s)
-    order = "m" + "xp" * (n + 1) + ("a" + "m" * parts) * n
-    order = tuning.find_order("chunkwise.fused_gdn", "map of two", (s.heads, s.C, s.K), order + order.upper())
+    rest = ("a" + "m" * parts) * n
+    order = "mM" + "xXp" * (n + 1) + rest + "P" * (n + 1) + rest.upper()
+    order = tuning.find_order("chunkwise.fused_gdn", "map of two", (s.heads, s.C, s.K), order)
     schedule.interleave(order, **stages)
     for own, k in keys:
         hand_on(own, k)
