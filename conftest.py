@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+from pathlib import Path
 
 import jax
 import pytest
@@ -19,8 +20,9 @@ os.environ["XLA_FLAGS"] = f"--xla_cpu_parallel_codegen_split_count=1 {os.environ
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 KERNELS = ("pallas", "staged", "fused")
-# The most that a worker may need before it drops programs: four of them share 16 GB.
-MEMORY_KB = 4_000_000
+# The most that a worker may need before it drops programs: four of them share 16 GB, and Linux gives a process 65,530
+# maps of memory, of which every compiled program takes some. Without one more the compiler ends the process.
+MEMORY_KB, MAPS = 4_000_000, 15_000
 # The generation that every change is compiled for; the others are for the thorough tests.
 CHIP = "v6e"
 # Operators that run the kernels of another: outside of their own package every test of theirs is a thorough one.
@@ -54,7 +56,9 @@ def pytest_collection_modifyitems(items):
 def _drop_compiled_programs():
     """Drop them after a file once the process has needed much memory; until then files share small programs."""
     yield
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY_KB:
+    maps = Path("/proc/self/maps")  # of Linux
+    many_maps = maps.exists() and maps.read_bytes().count(b"\n") > MAPS
+    if many_maps or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY_KB:
         jax.clear_caches()
 
 

@@ -29,7 +29,11 @@ config = Mamba2Config(1024, 8, 32, 64, 64)
 mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
 specs = shardings(config, {"heads": "model"}, mesh).weights
 anonymous = lambda: int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1]) * 1024
-jax.block_until_ready(place(jax.numpy.ones((4, 4)) + 1, mesh, None))
+read = lambda named, i: jax.block_until_ready(
+    place(load_mamba2_mixer(named, config, f"backbone.layers.{i}.mixer."), mesh, specs)
+)
+# The programs that this compiles stay in memory, and are no part of the file.
+read(open_checkpoint(directory), 0)
 start, most, done = anonymous(), [0], threading.Event()
 def watch():
     while not done.is_set():
@@ -38,10 +42,7 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 named = load_file(directory + "/model.safetensors") if eager else open_checkpoint(directory)
-layers = []
-for i in range(LAYERS):
-    prefix = f"backbone.layers.{i}.mixer."
-    layers.append(jax.block_until_ready(place(load_mamba2_mixer(named, config, prefix), mesh, specs)))
+layers = [read(named, i) for i in range(LAYERS)]
 done.set()
 thread.join()
 size = sum(x.nbytes for x in jax.tree.leaves(layers))
@@ -138,4 +139,4 @@ def test_peak(tmp_path):
         run = [sys.executable, "-c", code, tmp_path, way]
         size, peaks[way] = map(int, subprocess.check_output(run, env=environment, text=True).split())
     print(f"\nweights {size / 2**20:.0f} MiB", {way: f"{peak / 2**20:.0f} MiB" for way, peak in peaks.items()})
-    assert peaks["layer by layer"] < size * (1 + 3 / LAYERS) < peaks["whole"]
+    assert peaks["layer by layer"] < size * (1 + 2 / LAYERS) < peaks["whole"]
