@@ -12,7 +12,7 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import find_order
 from tests.laws import NO_LAW, strong_raw_inputs
-from tests.recurrence import assert_recurrence
+from tests.recurrence import RESULTS, assert_recurrence, limit
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -38,6 +38,7 @@ THOROUGH = dict(
         implementation == "xla" or (dtype == jnp.bfloat16 and gate != "strong")
     ),
     test_gradients_of_other_types=True,
+    test_gradients_where_nothing_is_forgotten=True,
     test_gradients_of_strong_raw_gates=lambda dtype, strength: dtype == jnp.bfloat16 and strength == 30,
     test_min_gate_changes_nothing=True,
     # The kernels are compared with raw gates, and plain JAX in bfloat16.
@@ -129,6 +130,13 @@ def test_gradients_of_other_types(implementation, kinds):
     inputs = inputs_of(*CHUNKS_OF_16, num_states=2)
     inputs |= {name: inputs[name].astype(kind) for name, kind in kinds.items()}
     compare_gradients(inputs, implementation=implementation, chunk_size=16)
+
+
+def test_gradients_where_nothing_is_forgotten():
+    """Every token takes what its key holds back twice, so the roundings of all rows of a chunk add up."""
+    inputs = inputs_of(2, 256, 1, 2, 16, 24, dtype=jnp.bfloat16, num_states=2, gate="zero", beta=2.0, repeat_key=True)
+    worst = lambda name, *args: limit(name, *args) if name in RESULTS else 5e-2
+    compare_gradients(inputs, implementation="fused", chunk_size=64, limit=worst)
 
 
 @pytest.mark.parametrize("g", [-5.0, -30.0])
