@@ -11,6 +11,7 @@ from tests.recurrence import assert_recurrence
 
 THOROUGH = dict(
     test_shapes_with_states=lambda C: C < 128,
+    test_gradients_where_nothing_is_forgotten=True,
 )
 
 
@@ -27,6 +28,12 @@ def test_shapes_with_states(dtype, C, T, H, HV, K, V):
     x = make_inputs(2, T, H, HV, K, V, dtype=dtype, num_states=2, normalise=False)
     options = dict(chunk_size=C, use_qk_l2norm_in_kernel=True, scale=0.3, implementation="fused")
     assert_recurrence(chunk_gated_delta_rule, x, gradients=False, **options)
+
+
+def test_gradients_where_nothing_is_forgotten():
+    """What a chunk passes to the one before is a sum of rows that nearly cancel, so they must keep their digits."""
+    x = make_inputs(2, 256, 1, 2, 16, 24, dtype=jnp.bfloat16, num_states=2, gate="zero", beta=2.0, repeat_key=True)
+    assert_recurrence(chunk_gated_delta_rule, x, implementation="fused", chunk_size=64)
 
 
 def test_one_key_head_in_turns():

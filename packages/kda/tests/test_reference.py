@@ -12,7 +12,7 @@ from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.tuning import find_order
 from tests.laws import NO_LAW, strong_raw_inputs
-from tests.recurrence import RESULTS, assert_recurrence, limit
+from tests.recurrence import assert_recurrence
 
 both = pytest.mark.parametrize("implementation", ["xla", "fused"])
 types = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -133,10 +133,9 @@ def test_gradients_of_other_types(implementation, kinds):
 
 
 def test_gradients_where_nothing_is_forgotten():
-    """Every token takes what its key holds back twice, so the roundings of all rows of a chunk add up."""
+    """What a chunk passes to the one before is a sum of rows that nearly cancel, so they must keep their digits."""
     inputs = inputs_of(2, 256, 1, 2, 16, 24, dtype=jnp.bfloat16, num_states=2, gate="zero", beta=2.0, repeat_key=True)
-    worst = lambda name, *args: limit(name, *args) if name in RESULTS else 5e-2
-    compare_gradients(inputs, implementation="fused", chunk_size=64, limit=worst)
+    compare_gradients(inputs, implementation="fused", chunk_size=64)
 
 
 @pytest.mark.parametrize("g", [-5.0, -30.0])

@@ -54,7 +54,7 @@ def chunk_gated_delta_rule(
     Accuracy: RMS error over RMS of the float64 recurrence, for any gate. float32: o and states 3e-7, gradients 2e-6.
       bfloat16: o and states 3e-3, gradients of g and beta 6e-3, others 4e-3. The worst case is one key for all tokens,
       with beta 1.9 and no decay: float32 o 6e-6, gradients of g and beta 7e-5; bfloat16 o 3e-3, gradients of g and beta
-      7e-2, others 9e-3. The cumulative gate, the inverse and the state are float32 in both.
+      7e-2, others 5e-3. The cumulative gate, the inverse and the state are float32 in both.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; q, k, v are read and o is written once.
       The forward keeps for the backward the inputs and the float32 inverse, 4 B T HV C bytes. The backward of "fused"
       takes two launches: the states before every chunk, then one reverse pass. With disable_recompute the forward also

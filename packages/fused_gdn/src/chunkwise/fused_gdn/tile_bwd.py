@@ -7,8 +7,8 @@ With the names of kernel.py, and dS' the gradient of the state after the chunk:
     dS = e^G_last dS' + Q^T (scale e^G dO) - K^T (e^G dR)
 
 dA needs no further product with A_inv: -A_inv^T (B dv_new R^T) A_inv^T = -dR U^T. As in the forward, with bfloat16
-tensors the arrays that oscillate where keys repeat (U, dv_new, P and the gradients of A and P) keep 16 bits, while S
-and dS are rounded to 8 bits in products.
+tensors the arrays that oscillate where keys repeat (U, dv_new, dR, P and the gradients of A and P) keep 16 bits, while
+S and dS are rounded to 8 bits in products.
 """
 
 import functools
@@ -127,9 +127,10 @@ def back_to_values(k, QK, D, A_inv, do, dS, scale, end, beta, s: tile.Heads):
 
 def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
     """Return the gradient of the state before a chunk, [heads, K, V]; the arguments are as in `back_to_values`."""
-    entering = packed.concat_rows([(scale * start) * do.astype(jnp.float32), -start * dR])  # [heads, 2 C, V]
-    entering = packed.side_lanes(entering.astype(k.dtype), s.group)  # [key heads, 2 C, group V]
-    return start[:, -1:] * dS + packed.split_lanes(matmul.dot_tn(packed.concat_rows([q, k]), entering), s.group)
+    read, parts = (scale * start) * do.astype(jnp.float32), packed.split_bf16(-start * dR, k.dtype)
+    entering = packed.concat_rows([read.astype(k.dtype), *parts])  # [heads, 3 C, V], or [heads, 2 C, V] of float32
+    product = matmul.dot_tn(packed.concat_rows([q, *[k] * len(parts)]), packed.side_lanes(entering, s.group))
+    return start[:, -1:] * dS + packed.split_lanes(product, s.group)
 
 
 def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):

@@ -48,9 +48,9 @@ def chunk_kda(
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
-      gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02). The worst case of bfloat16
-      is one key for all tokens with beta near 2 and no decay: gradients below .05 under "fused". With bfloat16 tensors
-      the forward kernel computes softplus of raw gates to 4e-6.
+      gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02, and .04 if K is 128, there is
+      one key for all tokens, beta is near 2 and nothing decays). With bfloat16 tensors the forward kernel computes
+      softplus of raw gates to 4e-6.
     Cost: 2 B T HV (2 C K + 2 C V + 3 K V) flops, the backward twice as much; q, k, v and g are read and o is written
       once.
     Source: Kimi Linear (2025), section 3; the page docs/kda.md describes the products of the levels and the inverse.

@@ -11,7 +11,7 @@ dP and dA go back through the products of every level, which have different fact
 exceeds one, except in base blocks, where a factor is at most 2^96 and the product of two is a decay. Where erase keys
 read the state before the decay of their token, the pairs of neighbouring rows in dA have no decay: they go back without
 these products, and give no gradient to a gate. The forward leaves A_inv, U, P, A and S before every span. As in the
-forward, with bfloat16 tensors the arrays that oscillate where keys repeat (U, dv_new, dP and dA) keep 16 bits.
+forward, with bfloat16 tensors the arrays that oscillate where keys repeat (U, dv_new, dR, dP and dA) keep 16 bits.
 """
 
 import jax.numpy as jnp
@@ -213,18 +213,13 @@ def back_to_values(k, beta, boundary, A_inv, of_outputs, dS, dtype):
     return dv_new, packed.apply_transposed(A_inv, beta * dv_new, dtype, p)
 
 
-def _down(do, dR, dtype):
-    """Return do above -dR, as operands [h, 2 C, V]."""
-    operand = matmul.operand_dtype(dtype)
-    return packed.concat_rows([do.astype(operand), (-dR).astype(operand)])
-
-
 def back_to_state(q, e, boundary, do, dR, dS, dtype):
     """Return the gradient of the state before a chunk, [h, V, K]; dR is from `back_to_values`."""
-    from_start, _, through = boundary
-    decayed = packed.concat_rows([q, e]) * packed.concat_rows(from_start)  # [h, 2 C, K]
-    decayed = decayed.astype(matmul.operand_dtype(dtype))
-    return through * dS + matmul.dot_tn(_down(do, dR, dtype), decayed)
+    (of_queries, of_erase_keys), _, through = boundary
+    operand, parts = matmul.operand_dtype(dtype), packed.split_bf16(-dR, dtype)
+    down = packed.concat_rows([do.astype(operand), *parts])  # [h, 3 C, V], or [h, 2 C, V] of float32
+    q, e = ((x * decay).astype(operand) for x, decay in ((q, of_queries), (e, of_erase_keys)))
+    return through * dS + matmul.dot_tn(down, packed.concat_rows([q, *[e] * len(parts)]))
 
 
 def outer_bwd_tile(k, beta, beta_row, boundary, residuals, do, of_values, dS, same, dtype, erase_before_decay):
@@ -253,7 +248,7 @@ def outer_bwd_tile(k, beta, beta_row, boundary, residuals, do, of_values, dS, sa
     (S, v_new_over_beta, scores), (dv_new, dR) = residuals, of_values
     C, p, operand = k.shape[1], k.shape[0] // scores.shape[0], matmul.operand_dtype(dtype)
     from_start, to_end, through = boundary
-    down = _down(do, dR, dtype)  # [h, 2 C, V]
+    down = packed.concat_rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
     outers = packed.outer(down, v_new_over_beta, dtype, p)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
