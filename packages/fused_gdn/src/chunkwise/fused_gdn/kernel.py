@@ -121,8 +121,7 @@ def _grid_turns(
     each = []
     for chunk in chunks:
         places = dict.fromkeys(_TOKENS, chunk.rows(s.C)) | dict.fromkeys(_ENTRIES, chunk.index)
-        own = {name: getattr(refs, name).at[at] for name, at in places.items() if getattr(refs, name) is not None}
-        each.append(refs._replace(**own))
+        each.append(layout.view(refs, places))
     *earlier, last = each
     queries = None if last.q_prev is None else last.q_prev[...]
     tokens = [(queries, last.k_prev[...], refs.g_late[...], refs.beta_late[...])]

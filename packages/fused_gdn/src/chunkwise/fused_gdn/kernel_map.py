@@ -109,7 +109,7 @@ def _two_chunks(refs: GdnMapRefs, static: FusedStatic, s: tile.Heads) -> None:
     stages, keys = {}, []
     for index in range(2):
         places = dict.fromkeys(_TOKENS, slice(index * s.C, (index + 1) * s.C)) | dict.fromkeys(_ENTRIES, index)
-        own = refs._replace(**{name: getattr(refs, name).at[at] for name, at in places.items()})
+        own = layout.view(refs, places)
         _, k, g, beta, _ = loads.load_chunk(own, None, s, static)
         each = _stages(own, k, g, beta, None, None, functools.partial(store, own), s)
         keys.append((own, k))

@@ -27,7 +27,7 @@ from chunkwise.shared.kernels.spans import layout
 
 
 class GlaDecays(NamedTuple):
-    """The decays of a chunk, all at most 1; decays that lead to outputs are multiplied by the scale.
+    """The decays of a chunk, at most 1 but for `channels.Factors`; those that lead to outputs are times the scale.
 
     Attributes:
       pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0. For gates per

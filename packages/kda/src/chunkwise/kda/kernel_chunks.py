@@ -24,7 +24,7 @@ from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import inverse
-from chunkwise.shared.kernels.spans import chunk_loop, schedule, stage_chunks
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
 
 def takes(x: KdaOperands, static: KdaStatic) -> bool:
@@ -40,9 +40,9 @@ def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: 
 
 def _kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
-    handed, slots = {name: getattr(refs, name) for name in kernel.IN_SLOTS}, refs.readers.shape[0]
+    slots = refs.readers.shape[0]
     slot = lax.rem(pl.program_id(2), jnp.int32(slots))
-    refs = refs._replace(**{name: ref.at[slot] for name, ref in handed.items() if ref is not None})
+    refs = layout.view(refs, dict.fromkeys(kernel.IN_SLOTS, slot))
     views = loads.of_chunks(refs, static, static.config.heads)
     chunk_loop.run_forward_chunks(
         refs,

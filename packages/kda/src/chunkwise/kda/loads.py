@@ -106,8 +106,7 @@ def of_chunks(refs: KdaRefs, static: KdaStatic, heads: int) -> list[KdaRefs]:
         at |= dict.fromkeys(("readers", "ends", "through"), each(heads))
         at |= dict.fromkeys(("A", "blocks", "P"), each(heads // static.p))
         at["decays"] = slice(None), each(heads * static.K // packed.LANES)
-        present = {name: getattr(refs, name) for name in at}
-        return refs._replace(**{name: ref.at[at[name]] for name, ref in present.items() if ref is not None})
+        return layout.view(refs, at)
 
     return [of_chunk(i) for i in range(static.chunks)]
 

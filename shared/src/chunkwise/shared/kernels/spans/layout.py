@@ -8,8 +8,8 @@ VMEM across it.
 `chunk_spans` says what a span is.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 
 from chunkwise.shared.kernels import chunking, interleaved, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_spans, segment_tables
+
+Refs = TypeVar("Refs", bound=Any)
 
 # Outside of kernels: the user's arrays as the kernels read them, and back. JAX transposes these functions for the
 # backward.
@@ -158,6 +160,12 @@ def store_every(ref, rows: list[jax.Array]) -> None:
 def sum_value_heads(x: jax.Array, group: int) -> jax.Array:
     """Return tiles [heads, m, w] summed over the `group` value heads of every key head, [heads / group, m, w]."""
     return jnp.stack([sum(x[i + j] for j in range(group)) for i in range(0, x.shape[0], group)])
+
+
+def view(refs: Refs, places: Mapping[str, Any]) -> Refs:
+    """Return a record of Refs with those at these names replaced by their parts at these places; None stays None."""
+    found = {name: getattr(refs, name) for name in places}
+    return refs._replace(**{name: ref.at[places[name]] for name, ref in found.items() if ref is not None})
 
 
 def clear(*refs) -> None:
