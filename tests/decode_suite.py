@@ -150,8 +150,8 @@ def decode(decodes: Decodes, conv, pool, bounds=None, named: Slots | None = None
 
 def decay_of(decodes: Decodes, g, A_log, dt_bias):
     """Return the decays in nats of raw gates [T, HV, 1 or K]."""
-    a, x, bound = np.exp(A_log)[:, None], g + dt_bias, getattr(decodes.static.law, "lower_bound", None)
-    return -a * np.logaddexp(x, 0.0) if bound is None else bound * conv_norm_oracle.activation(a * x, "sigmoid")
+    a, x, law = np.exp(A_log)[:, None], g + dt_bias, decodes.static.law
+    return law.lower_bound * conv_norm_oracle.activation(a * x, "sigmoid") if law.bounded else -a * np.logaddexp(x, 0.0)
 
 
 def reference(decodes: Decodes, conv, states, read=NAMED):

@@ -4,7 +4,6 @@ A decay is made of a raw gate by a law of `shared.kernels.gate_activation.LAWS`.
 2 sigmoid(y) of the raw y.
 """
 
-import dataclasses
 import functools
 import math
 import numbers
@@ -45,11 +44,10 @@ class GateActivation(NamedTuple):
 
     @property
     def law(self) -> gate_activation.Law | None:
-        """The law of raw gates with its arguments; None where gates are decays."""
+        """The law of raw gates with its bound; None where gates are decays."""
         if not self.use_gate_in_kernel:
             return None
-        law = gate_activation.LAWS[self.law_name]
-        return law(**{field.name: getattr(self, field.name) for field in dataclasses.fields(law)})
+        return gate_activation.LAWS[self.law_name](-math.inf if self.lower_bound is None else self.lower_bound)
 
     def of_gates(self) -> "GateActivation":
         """Return the activation of gates alone."""
@@ -83,9 +81,8 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
         f"`lower_bound` must be None or a finite number < 0{checks.when_built(bound)}; got {checks.shown(bound)}.",
     )
     law = laws[activation.law_name]
-    bounded = "lower_bound" in {field.name for field in dataclasses.fields(law)}
-    rule = f"must be {'a number < 0' if bounded else 'None'} for the law {activation.law_name!r}"
-    checks.check(bounded == (bound is not None), f"`lower_bound` {rule}; got {bound}.")
+    rule = f"must be {'a number < 0' if law.bounded else 'None'} for the law {activation.law_name!r}"
+    checks.check(law.bounded == (bound is not None), f"`lower_bound` {rule}; got {bound}.")
     HV, *channels = g.shape[2:]
     checks.check(
         A_log is not None or not law.needs_rate,

@@ -11,6 +11,7 @@ the operators then takes its name.
 """
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -26,14 +27,16 @@ _SMALL = 2.0**-6
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """A law of raw gates; its attributes are arguments of the operators.
+    """A law of raw gates; it keeps decays above `lower_bound`, in nats.
 
     All arrays are float32 and of shapes that fit one another. After `in_range` both functions are exact for every A_log
     and x + dt_bias.
     """
 
-    # Whether A_log must be an array. Else None stands for zeros.
+    # Whether A_log must be an array, else None stands for zeros; and whether there must be a bound.
     needs_rate: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
+    lower_bound: float = -math.inf
 
     def in_range(self, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return A_log and dt_bias that give the same decays, and of which exp(A_log) does not overflow.
@@ -91,11 +94,10 @@ class Softplus(Law):
         return -a * jax.nn.sigmoid(y) * dg, jnp.maximum(g, tiles.FORGET) * dg
 
 
-@dataclasses.dataclass(frozen=True)
 class Sigmoid(Law):
-    """The law of decays that stay above a bound, a negative number. Where A_log exceeds 40, u is 0 or at a limit."""
+    """The law with a bound. Where A_log exceeds 40, u is 0 or at a limit."""
 
-    lower_bound: float
+    bounded: ClassVar[bool] = True
 
     def decay(self, x, A_log, dt_bias, unit=1.0, exact=True):
         """Return lower_bound sigmoid(a (x + b))."""
