@@ -261,7 +261,7 @@ def run(
         # Without a delta rule a CPU, too, finds the states first, so that devices that share tokens make them only
         # once.
         together = on_gpu or not rule.delta
-        advance = functools.partial(_in_segments, passes, spans.by_maps) if together else _one_by_one
+        advance = functools.partial(_in_segments, passes) if together else _one_by_one
         o, before, S, A_inv = advance(form, v, S, starts, h0, A_inv, keep_states or finals is not None)
         if finals is not None:
             finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
@@ -272,15 +272,17 @@ def run(
         return (S, finals), (None, A_inv, before)
 
     n = chunks.NC // B
-    spans = _divide(rule, n, B * HV, C, on_gpu)
+    count, size = _divide(rule, n, B * HV, C, on_gpu)
+    # The names of results that the backward does not compute again; None to keep all that it reads.
+    keep = (state_scan.KEPT,) if on_gpu else None if rule.at_once else (state_scan.KEPT, _SOLVED)
     tokens = x.q if with_output else None, x.k, x.v, x.p, g if g.ndim == 4 else None
     per_head = None if g.ndim == 4 else rows(g), None if beta is None else rows(beta)
     tokens, (gates, beta), masks, starts, inverses = _filled(
-        (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses), spans.count * spans.chunks - n
+        (jax.tree.map(by_time, tokens), per_head, masks, starts, inverses), count * size - n
     )
     if gates is not None and rule.decays is not None:
         gates = rule.decays(gates, masks)
-    carry, out = _over_spans(spans, span, (S, finals), (tokens, gates, beta, masks, starts, inverses))
+    carry, out = _over_spans(count, size, keep, span, (S, finals), (tokens, gates, beta, masks, starts, inverses))
     (S, finals), (o, inverses, states) = carry, trees.at(out, slice(n))
     if with_output:
         o = chunks.gather(jnp.moveaxis(o.reshape(-1, B, C, HV, V), 1, 0).reshape(B, -1, HV, V))
@@ -315,7 +317,7 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
 
 
 def _in_segments(
-    passes: int | None, by_maps: bool, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
+    passes: int | None, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Do the same as `_one_by_one` with few launches; return None for the inverses."""
     restarts = None if starts is None else starts.restarts(h0)
@@ -323,7 +325,7 @@ def _in_segments(
     if form.A is not None:
         A_inv = _inverse(form.A)
         w, u = (form.beta * solve(passes, form.A, A_inv, y) for y in (form.e, v))
-    states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, passes, by_maps)
+    states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, passes)
     o = None
     if form.q is not None and form.scores is not None:
         here = state_scan.select_states(restarts, states)
@@ -363,37 +365,25 @@ def _solve_jvp(passes, primals, tangents):
 solve.defjvp(_solve_jvp, symbolic_zeros=True)
 
 
-class _Spans(NamedTuple):
-    """How chunks are divided: `count` spans of `chunks` chunks; `by_maps` is an argument of `states_before`.
-
-    `keep` has the names of the results that the backward does not compute again; None to keep all that it reads.
-    """
-
-    count: int
-    chunks: int
-    by_maps: bool = False
-    keep: tuple[str, ...] | None = None
-
-
-def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> _Spans:
-    """Return the spans of n chunks of C tokens with h heads."""
+def _divide(rule: Rule, n: int, h: int, C: int, on_gpu: bool) -> tuple[int, int]:
+    """Return the number of spans of n chunks of C tokens with h heads, and how many chunks a span has."""
     if rule.at_once and not on_gpu:
-        return _Spans(1, n)
+        return 1, n
     if not on_gpu:
         # A loop of one step is unrolled, and the CPU backend of XLA (jax 0.10 to 0.12) then fuses the products of all
         # stages into one operation that computes garbage. A second chunk, of zeros, keeps the loop.
-        return _Spans(jax.core.max_dim(n, 2), 1, keep=(state_scan.KEPT, _SOLVED))
+        return jax.core.max_dim(n, 2), 1
     count = -(-n // max(1, _SPAN // (h * C)))
-    chunks = -(-n // count)
-    by_maps = rule.delta and h <= state_scan.FEW_HEADS and chunks >= 2 * state_scan.SEGMENTS
-    if by_maps:
-        chunks = -(-chunks // state_scan.SEGMENTS) * state_scan.SEGMENTS
-    return _Spans(-(-n // chunks), chunks, by_maps, (state_scan.KEPT,))
+    size = -(-n // count)
+    if rule.delta and state_scan.in_segments(size, h):
+        size = -(-size // state_scan.SEGMENTS) * state_scan.SEGMENTS
+    return -(-n // size), size
 
 
-def _over_spans(spans: _Spans, body: Callable, carry: object, xs: object) -> tuple[Any, Any]:
-    """Scan body(carry, chunks of a span) over all spans of chunks xs [n, ...], with the results of `lax.scan`."""
-    count, size, _, keep = spans
+def _over_spans(
+    count: int, size: int, keep: tuple[str, ...] | None, body: Callable, carry: object, xs: object
+) -> tuple[Any, Any]:
+    """Scan body(carry, chunks of a span) over `count` spans of xs [n, ...], with the results of `lax.scan`."""
 
     def one(carry, x):
         carry, out = body(carry, trees.at(x, None))

@@ -95,8 +95,13 @@ def select_states(restarts: Restarts | None, S: jax.Array) -> jax.Array:
     return jnp.where(restarts.first[..., None, None, None], 0.0 if restarts.states is None else restarts.states, S)
 
 
+def in_segments(n: int, h: int) -> bool:
+    """Return whether maps of segments are composed for n chunks of h heads, if new values read the state."""
+    return h <= FEW_HEADS and n >= 2 * SEGMENTS
+
+
 def states_before(
-    x: Chunks, u: jax.Array, start: jax.Array, restarts: Restarts | None, passes: int | None, by_maps: bool
+    x: Chunks, u: jax.Array, start: jax.Array, restarts: Restarts | None, passes: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the states that come into all chunks [n, h, K, V], and the state after the last one.
 
@@ -107,26 +112,25 @@ def states_before(
       restarts: where sequences begin; None if none begins. The state before such a chunk is returned as the earlier
         sequence left it.
       passes: of products; see `dot`.
-      by_maps: whether to compose the maps of segments.
     """
     if x.w is None:
         added = dot_tn(x.k_end, u, passes)
-        return _states(passes, by_maps, Chunks(x.through, None, None), None, added, start, restarts)
-    return _states(passes, by_maps, x, u, None, start, restarts)
+        return _states(passes, Chunks(x.through, None, None), None, added, start, restarts)
+    return _states(passes, x, u, None, start, restarts)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _states(passes, by_maps, x: Chunks, u, added, start, restarts):
-    run = _by_maps if by_maps else _one_by_one
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _states(passes, x: Chunks, u, added, start, restarts):
+    run = _by_maps if x.w is not None and in_segments(*x.through.shape[:2]) else _one_by_one
     return run(passes, x, u, added, start, restarts)
 
 
 @_states.defjvp
-def _states_jvp(passes, by_maps, primals, tangents):
+def _states_jvp(passes, primals, tangents):
     x, u, _, _, restarts = primals
     dx, du, dadded, dstart, drestarts = tangents
-    states, last = _states(passes, by_maps, *primals)
-    if not by_maps:
+    states, last = _states(passes, *primals)
+    if x.w is None or not in_segments(*x.through.shape[:2]):
         # To find the states again one by one would be too many launches.
         states = checkpoint_name(states, KEPT)
     S = select_states(restarts, states)
@@ -137,7 +141,7 @@ def _states_jvp(passes, by_maps, primals, tangents):
     changed = changed if dadded is None else changed + dadded
     if restarts is not None:
         restarts = Restarts(restarts.first, drestarts.states)
-    return (states, last), _states(passes, by_maps, x, du, changed, dstart, restarts)
+    return (states, last), _states(passes, x, du, changed, dstart, restarts)
 
 
 def _one_by_one(passes: int | None, x: Chunks, u, added, start, restarts):
