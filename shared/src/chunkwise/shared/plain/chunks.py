@@ -168,10 +168,6 @@ class _Starts(NamedTuple):
     last: jax.Array
     sequence: jax.Array
 
-    def restarts(self, h0: jax.Array | None) -> state_scan.Restarts:
-        """Return where sequences begin, and with which of their initial states."""
-        return state_scan.Restarts(self.first, None if h0 is None else h0[self.sequence])
-
     def store(self, after: jax.Array, finals: jax.Array) -> jax.Array:
         """Return finals [N + 1, ...] with the final states taken from `after`; the last row may hold anything."""
         n, N = after.shape[0], len(finals) - 1
@@ -180,6 +176,13 @@ class _Starts(NamedTuple):
             # This updates in place; a scatter would copy all states in every step of a loop.
             return lax.dynamic_update_index_in_dim(finals, after[0], target[0], 0)
         return finals.at[target].set(after, mode="drop", unique_indices=True)
+
+
+def _initial(starts: _Starts | None, h0: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return `Chunks.first` and `Chunks.initial` of the scan of states, for initial states h0 of all sequences."""
+    if starts is None:
+        return None, None
+    return starts.first, None if h0 is None else h0[starts.sequence]
 
 
 def _stream_masks(x: arguments.Arguments, g, beta, C: int) -> tuple[Any, jax.Array]:
@@ -268,7 +271,7 @@ def run(
         if with_output:
             o = jnp.moveaxis((x.scale * o).reshape(-1, B, HV, C, V), 2, 3).reshape(-1, B * C, HV, V).astype(x.v.dtype)
             return (S, finals), (o, None, None)
-        before = state_scan.select_states(starts and starts.restarts(h0), before) if keep_states else None
+        before = state_scan.select_states(*_initial(starts, h0), before) if keep_states else None
         return (S, finals), (None, A_inv, before)
 
     n = chunks.NC // B
@@ -300,7 +303,7 @@ def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool)
 
     def pass_chunk(S, each):
         x, v, A_inv, starts = each
-        here = state_scan.select_states(starts and starts.restarts(h0), S)
+        here = state_scan.select_states(*_initial(starts, h0), S)
         readers = [y for y in (x.q, x.e) if y is not None]
         seen = jnp.split(matmul.dot(jnp.concatenate(readers, axis=1), here), len(readers), axis=1) if readers else []
         v_new = v if A_inv is None else x.beta * solve(None, x.A, A_inv, v - seen[-1])
@@ -320,15 +323,16 @@ def _in_segments(
     passes: int | None, form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Do the same as `_one_by_one` with few launches; return None for the inverses."""
-    restarts = None if starts is None else starts.restarts(h0)
+    first, initial = _initial(starts, h0)
     w, u = None, v if form.to_end is None else form.to_end * v
     if form.A is not None:
         A_inv = _inverse(form.A)
         w, u = (form.beta * solve(passes, form.A, A_inv, y) for y in (form.e, v))
-    states, S = state_scan.states_before(state_scan.Chunks(form.through, w, form.k), u, S, restarts, passes)
+    x = state_scan.Chunks(form.through, form.k, u, w, first, initial)
+    states, S = state_scan.states_before(x, S, passes)
     o = None
     if form.q is not None and form.scores is not None:
-        here = state_scan.select_states(restarts, states)
+        here = state_scan.select_states(first, initial, states)
         v_new = v if w is None else u - state_scan.dot(w, here, passes)
         seen = state_scan.dot(form.q, here, passes)
         o = (seen if form.from_start is None else form.from_start * seen) + state_scan.dot(form.scores, v_new, passes)

@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from chunkwise.shared import trees
+from chunkwise.shared.call.arguments import ABSENT
 from chunkwise.shared.kernels import matmul
 
 # The name of results that the backward does not compute again.
@@ -63,36 +64,30 @@ def _batched(product: Callable, a: jax.Array, b: jax.Array, passes: int | None) 
 
 
 class Chunks(NamedTuple):
-    """How n chunks of h heads change states [h, K, V].
+    """How n chunks of h heads change states S [h, K, V]: to through S + k_end^T (u - w S) + added.
 
     Attributes:
       through: decays over whole chunks [n, h, 1, 1] or, per channel, [n, h, K, 1].
-      w: the keys by which new values read the state, [n, h, C, K]; None where new values read no state.
       k_end: keys decayed to the ends of their chunks, [n, h, C, K].
+      u: the new values, [n, h, C, V]; if new values read the state, the values for a state of zeros.
+      w: the keys by which new values read the state, [n, h, C, K]; None where new values read no state.
+      first: bool [n], whether a sequence begins with the chunk; None if none begins.
+      initial: [n, h, K, V], the initial state of that sequence; None for zeros.
+      added: [n, h, K, V], in place of k_end and u where new values read no state; or None.
     """
 
     through: jax.Array
+    k_end: jax.Array
+    u: jax.Array
     w: Any
-    k_end: Any
+    first: jax.Array | None
+    initial: jax.Array | None
+    added: jax.Array | None = None
 
 
-class Restarts(NamedTuple):
-    """Where sequences begin.
-
-    Attributes:
-      first: bool [n], whether a sequence begins with the chunk.
-      states: [n, h, K, V], the initial state of that sequence; None for zeros.
-    """
-
-    first: jax.Array
-    states: jax.Array | None
-
-
-def select_states(restarts: Restarts | None, S: jax.Array) -> jax.Array:
+def select_states(first: jax.Array | None, initial: jax.Array | None, S: jax.Array) -> jax.Array:
     """Return the states that chunks start from: S [n, h, K, V], or the initial state where a sequence begins."""
-    if restarts is None:
-        return S
-    return jnp.where(restarts.first[..., None, None, None], 0.0 if restarts.states is None else restarts.states, S)
+    return S if first is None else jnp.where(first[..., None, None, None], 0.0 if initial is None else initial, S)
 
 
 def in_segments(n: int, h: int) -> bool:
@@ -100,84 +95,78 @@ def in_segments(n: int, h: int) -> bool:
     return h <= FEW_HEADS and n >= 2 * SEGMENTS
 
 
-def states_before(
-    x: Chunks, u: jax.Array, start: jax.Array, restarts: Restarts | None, passes: int | None
-) -> tuple[jax.Array, jax.Array]:
+def states_before(x: Chunks, start: jax.Array, passes: int | None) -> tuple[jax.Array, jax.Array]:
     """Return the states that come into all chunks [n, h, K, V], and the state after the last one.
+
+    The state before a chunk with which a sequence begins is returned as the earlier sequence left it.
 
     Args:
       x: the chunks.
-      u: [n, h, C, V], the new values; if new values read the state, the values for a state of zeros.
       start: [h, K, V].
-      restarts: where sequences begin; None if none begins. The state before such a chunk is returned as the earlier
-        sequence left it.
       passes: of products; see `dot`.
     """
     if x.w is None:
-        added = dot_tn(x.k_end, u, passes)
-        return _states(passes, Chunks(x.through, None, None), None, added, start, restarts)
-    return _states(passes, x, u, None, start, restarts)
+        x = x._replace(k_end=ABSENT, u=ABSENT, added=dot_tn(x.k_end, x.u, passes))
+    return _states(passes, x, start)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _states(passes, x: Chunks, u, added, start, restarts):
+def _states(passes, x: Chunks, start):
     run = _by_maps if x.w is not None and in_segments(*x.through.shape[:2]) else _one_by_one
-    return run(passes, x, u, added, start, restarts)
+    return run(passes, x, start)
 
 
 @_states.defjvp
 def _states_jvp(passes, primals, tangents):
-    x, u, _, _, restarts = primals
-    dx, du, dadded, dstart, drestarts = tangents
+    (x, _), (dx, dstart) = primals, tangents
     states, last = _states(passes, *primals)
     if x.w is None or not in_segments(*x.through.shape[:2]):
         # To find the states again one by one would be too many launches.
         states = checkpoint_name(states, KEPT)
-    S = select_states(restarts, states)
+    S, du = select_states(x.first, x.initial, states), dx.u
     changed = dx.through * S
     if x.w is not None:
-        changed += dot_tn(dx.k_end, u - dot(x.w, S, passes), passes)
+        changed += dot_tn(dx.k_end, x.u - dot(x.w, S, passes), passes)
         du = du - dot(dx.w, S, passes)
-    changed = changed if dadded is None else changed + dadded
-    if restarts is not None:
-        restarts = Restarts(restarts.first, drestarts.states)
-    return (states, last), _states(passes, x, du, changed, dstart, restarts)
+    changed = changed if dx.added is None else changed + dx.added
+    return (states, last), _states(passes, x._replace(u=du, initial=dx.initial, added=changed), dstart)
 
 
-def _one_by_one(passes: int | None, x: Chunks, u, added, start, restarts):
-    def pass_chunk(S, each):
-        x, u, added, restart = each
-        here = select_states(restart, S)
+def _one_by_one(passes: int | None, x: Chunks, start):
+    def pass_chunk(S, x: Chunks):
+        here = select_states(x.first, x.initial, S)
         after = x.through * here
         if x.w is not None:
-            after += dot_tn(x.k_end, u - dot(x.w, here, passes), passes)
-        return after if added is None else after + added, S
+            after += dot_tn(x.k_end, x.u - dot(x.w, here, passes), passes)
+        return after if x.added is None else after + x.added, S
 
     # XLA fuses the work of four steps, apart from products, into one launch. `jax.export` may leave their number open.
     unroll = 4 if isinstance(x.through.shape[0], int) else 1
-    last, states = lax.scan(pass_chunk, start, (x, u, added, restarts), unroll=unroll)
+    last, states = lax.scan(pass_chunk, start, x, unroll=unroll)
     return states, last
 
 
-def _by_maps(passes: int | None, x: Chunks, u, added, start, restarts):
-    n, K = u.shape[0], x.w.shape[-1]
+def _by_maps(passes: int | None, x: Chunks, start):
+    n, K = x.u.shape[0], x.w.shape[-1]
     M = x.through * jnp.eye(K, dtype=jnp.float32) - dot_tn(x.k_end, x.w, passes)
-    N = dot_tn(x.k_end, u, passes)
-    N = N if added is None else N + added
+    N = dot_tn(x.k_end, x.u, passes)
+    N = N if x.added is None else N + x.added
     # [L, segments, ...]: entry t has chunk t of every segment. The loops are in Python, because a loop of XLA would
     # copy what it reads.
-    M, N, restarts = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(SEGMENTS, -1, *y.shape[1:]), 1, 0), (M, N, restarts))
-    at = functools.partial(trees.at, restarts)
-    L, passing = n // SEGMENTS, None if restarts is None else ~jnp.any(restarts.first, axis=0)
+    M, N, first, initial = jax.tree.map(
+        lambda y: jnp.moveaxis(y.reshape(SEGMENTS, -1, *y.shape[1:]), 1, 0), (M, N, x.first, x.initial)
+    )
+    at = functools.partial(trees.at, (first, initial))
+    L, passing = n // SEGMENTS, None if first is None else ~jnp.any(first, axis=0)
 
     # A segment takes a state S to P S + Q; if a sequence begins in the segment, its result is Q.
     P, Q = M[0], N[0]
-    if restarts is not None:
-        Q = dot(M[0], select_states(at(0), jnp.zeros_like(Q)), passes) + Q
+    if first is not None:
+        Q = dot(M[0], select_states(*at(0), jnp.zeros_like(Q)), passes) + Q
     for t in range(1, L):
-        if restarts is not None:
-            P = jnp.where(restarts.first[t][:, None, None, None], 0.0, P)
-            Q = select_states(at(t), Q)
+        if first is not None:
+            P = jnp.where(first[t][:, None, None, None], 0.0, P)
+            Q = select_states(*at(t), Q)
         P, Q = dot(M[t], P, passes), dot(M[t], Q, passes) + N[t]
 
     starts = [start]
@@ -188,5 +177,5 @@ def _by_maps(passes: int | None, x: Chunks, u, added, start, restarts):
     S, states = jnp.stack(starts), []
     for t in range(L):
         states.append(S)
-        S = dot(M[t], select_states(at(t), S), passes) + N[t]
+        S = dot(M[t], select_states(*at(t), S), passes) + N[t]
     return jnp.stack(states, axis=1).reshape(n, *start.shape), S[-1]
