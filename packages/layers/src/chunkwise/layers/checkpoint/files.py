@@ -1,11 +1,12 @@
 """The files of a checkpoint; an array is read from them when a layer asks for it."""
 
+import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,53 +29,47 @@ _TYPES = dict(
 _BITS = dict(C64=64, F6_E2M3=6, F6_E3M2=6) | {name: bits for name, (_, bits) in _TYPES.items()}
 
 
-class _Place(NamedTuple):
-    """Where an array is: its file, its type by the format's name, its shape and its first byte."""
-
-    file: Path
-    kind: str
-    shape: tuple[int, ...]
-    begin: int
+# From the name of an array to the function that reads it.
+_Readers = dict[str, Callable[[], np.ndarray]]
 
 
 class _Arrays(Mapping):
     """Arrays by name; each access reads one out of a file of the format safetensors."""
 
-    def __init__(self, places: Mapping[str, _Place]):
-        self._places = places
+    def __init__(self, readers: _Readers):
+        self._readers = readers
 
     def __getitem__(self, name: str) -> Any:
-        place = self._places[name]
-        rule = f"`directory` must have {name!r} of one of {[*_TYPES]}"
-        checks.check(place.kind in _TYPES, f"{rule}; got {place.kind!r} in {place.file.name}.")
-        try:
-            return _read(place)
-        except OSError as error:
-            rule = f"`directory` must have {name!r} whole in {place.file.name}"
-            raise ValueError(f"{rule}, as it was at the call; got: {error}") from error
+        return self._readers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._readers)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._readers)
 
 
-def _read(place: _Place) -> np.ndarray:
+def _read(name: str, file: Path, kind: str, shape: tuple[int, ...], begin: int) -> np.ndarray:
     """Return an array out of the bytes where the library has found it: nothing else of the file is read again."""
-    kind, bits = _TYPES[place.kind]
-    count = math.prod(place.shape) * bits // 8
-    read = np.fromfile(place.file, np.uint8, count, offset=place.begin)
-    if read.size != count:
-        raise OSError(f"the file ends after {read.size} of {count} bytes")
+    rule = f"`directory` must have {name!r} of one of {[*_TYPES]}"
+    checks.check(kind in _TYPES, f"{rule}; got {kind!r} in {file.name}.")
+    dtype, bits = _TYPES[kind]
+    count = math.prod(shape) * bits // 8
+    try:
+        read = np.fromfile(file, np.uint8, count, offset=begin)
+        if read.size != count:
+            raise OSError(f"the file ends after {read.size} of {count} bytes")
+    except OSError as error:
+        rule = f"`directory` must have {name!r} whole in {file.name}"
+        raise ValueError(f"{rule}, as it was at the call; got: {error}") from error
     if bits == 4:
         # Two numbers in a byte, the first one in its lower half.
         read = np.stack([read & 15, read >> 4], axis=-1)
-    return read.view(jnp.dtype(kind)).reshape(place.shape)
+    return read.view(jnp.dtype(dtype)).reshape(shape)
 
 
-def _places(file: Path) -> dict[str, _Place]:
-    """Return the places of all arrays of a file, which the library has found without a fault."""
+def _readers(file: Path) -> _Readers:
+    """Return the readers of all arrays of a file, which the library has found without a fault."""
     try:
         with safetensors.safe_open(file, framework="numpy") as opened:
             found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
@@ -85,15 +80,15 @@ def _places(file: Path) -> dict[str, _Place]:
         raise ValueError(
             f"`directory` must have files of the format safetensors; got {str(file)!r}: {error}"
         ) from error
-    places = {}
+    readers = {}
     for name, kind, shape in shaped:
         # The arrays of a valid file follow one another without a gap.
         bits = _BITS.get(kind)
         known = f"`directory` must have {name!r} of one of {[*_BITS]}"
         checks.check(bits is not None, f"{known}; got {kind!r} in {file.name}.")
-        places[name] = _Place(file, kind, shape, begin)
+        readers[name] = functools.partial(_read, name, file, kind, shape, begin)
         begin += math.prod(shape) * (bits or 0) // 8
-    return places
+    return readers
 
 
 def _json(file: Path) -> Mapping[str, Any]:
@@ -169,21 +164,21 @@ def _shards(directory: Path) -> dict[str, list[str]]:
     return files
 
 
-def _sharded(directory: Path) -> dict[str, _Place]:
-    """Return the places of all arrays that the index names, each in the file that the index has for it."""
-    places: dict[str, _Place] = {}
+def _sharded(directory: Path) -> _Readers:
+    """Return the readers of all arrays that the index names, each in the file that the index has for it."""
+    readers: _Readers = {}
     owner: dict[str, str] = {}
     shards = _shards(directory)
     for file in shards:
         _check_regular(directory / file)
     for file, names in sorted(shards.items()):
-        found = _places(directory / file)
+        found = _readers(directory / file)
         lost = sorted(set(names) - set(found))
         checks.check(not lost, f"`directory` must have the arrays that {INDEX} names; {file} lacks {lost[:20]}.")
         twice = {name: owner[name] for name in found if owner.setdefault(name, file) != file}
         checks.check(not twice, f"`directory` must have every array in one file; {file} has again those of {twice}.")
-        places |= {name: found[name] for name in names}
-    return places
+        readers |= {name: found[name] for name in names}
+    return readers
 
 
 def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
@@ -213,9 +208,9 @@ def open_checkpoint(directory: str | Path) -> Mapping[str, Any]:
     directory = Path(directory)
     if (directory / INDEX).exists():
         _check_regular(directory / INDEX)
-        places = _sharded(directory)
+        readers = _sharded(directory)
     else:
         _check_regular(directory / ONE)
-        places = _places(directory / ONE)
+        readers = _readers(directory / ONE)
     quantization = _quantization(directory)
-    return arrays.Numbers(_Arrays(places), _block_size(quantization), described=quantization is not None)
+    return arrays.Numbers(_Arrays(readers), _block_size(quantization), described=quantization is not None)
