@@ -1,7 +1,6 @@
 """The contract: documentation, argument checks and the choice of implementation."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +10,6 @@ from chunkwise.chunk_h import kernel, kernel_bwd, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
 from chunkwise.shared.kernels import chunking, derivatives
-
-
-class ChunkHArrays(NamedTuple):
-    """The arrays of both functions; None for an array that is not given.
-
-    Attributes:
-      k, w, u: keys, effective keys (None without the delta rule) and values, as tokens.
-      g_cum: gates per head or per channel.
-      g_gamma: constant gates [HV].
-      initial_state: [N, HV, K, V].
-      cu_seqlens: int32 [N + 1].
-    """
-
-    k: jax.Array
-    w: jax.Array | None
-    u: jax.Array
-    g_cum: jax.Array | None
-    g_gamma: jax.Array | None
-    initial_state: jax.Array | None
-    cu_seqlens: jax.Array | None
 
 
 @unknown_arguments.explained
@@ -78,8 +57,9 @@ def chunk_gated_delta_rule_fwd_h(
     K = checks.check_array("k", k, "B T H K", (B, T, None, None))[3]
     checks.check_array("w", w, "B T HV K", (B, T, HV, K))
     checks.check_gates("g_cum", g_cum, (B, T, HV), K)
-    x = ChunkHArrays(k, w, u, g_cum, None, initial_state, cu_seqlens)
-    return _states(x, output_final_state, chunk_size, implementation, config)
+    return _states(
+        k, w, u, g_cum, None, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
+    )  # fmt: skip
 
 
 @unknown_arguments.explained
@@ -138,37 +118,42 @@ def chunk_fwd_h(
         checks.check_array("gk_cum", gk_cum, "B T HV K", (B, T, HV, K))
         checks.check(g_cum is None and g_gamma is None, "`gk_cum` must come without `g_cum` and `g_gamma`; got both.")
         g_cum = gk_cum
-    x = ChunkHArrays(k, None, v, g_cum, g_gamma, initial_state, cu_seqlens)
-    h, _, final_state = _states(x, output_final_state, chunk_size, implementation, config)
+    h, _, final_state = _states(
+        k, None, v, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config
+    )  # fmt: skip
     return h, final_state
 
 
-def _states(x: ChunkHArrays, output_final_state, chunk_size, implementation, config):
-    """Check the arguments that both functions share, and run."""
-    B, T, H, K = x.k.shape
-    HV, V = x.u.shape[2:]
-    checks.check_heads(H, HV, "v" if x.w is None else "u")
+def _states(k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, output_final_state, chunk_size, implementation, config):
+    """Check the arguments that both functions share, and run; w is None without the delta rule."""
+    B, T, H, K = k.shape
+    HV, V = u.shape[2:]
+    checks.check_heads(H, HV, "v" if w is None else "u")
     checks.check_flags(output_final_state=output_final_state)
     C = checks.choose_chunk_size(chunk_size)
-    x = x._replace(cu_seqlens=checks.check_cu_seqlens(x.cu_seqlens, B, T))
-    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    checks.check_initial_state(x.initial_state, (N, HV, K, V))
+    cu_seqlens = checks.check_cu_seqlens(cu_seqlens, B, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    checks.check_initial_state(initial_state, (N, HV, K, V))
     implementation = configs.choose_stage(implementation, config, tiles)
-    config = config or tiles.default_for(H, HV, C, K, V, x.g_cum is not None and x.g_cum.ndim == 4)
+    config = config or tiles.default_for(H, HV, C, K, V, g_cum is not None and g_cum.ndim == 4)
     configs.check_blocks(config, H, HV)
-    return _run(x, C, bool(output_final_state), implementation, config)
+    return _run(
+        k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, C, bool(output_final_state), implementation, config
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _run(x: ChunkHArrays, C: int, output_final_state: bool, implementation: str, config: tiles.Config):
-    B, T = x.k.shape[:2]
-    chunks = chunking.Chunking(B, T, C, x.cu_seqlens)
-    g = chunks.split_gates(x.g_cum, x.u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
-    if x.g_gamma is not None:
-        g = g + chunks.gamma_rows(x.g_gamma)
-    initial_state = None if x.initial_state is None else x.initial_state.astype(jnp.float32)
-    w = None if x.w is None else chunks.split(x.w)  # [NC, HV, C, K]
-    operands = kernel.ChunkHOperands(*compat.vary_alike(chunks.split(x.k), w, chunks.split(x.u), g, initial_state))
+@functools.partial(jax.jit, static_argnames=("C", "output_final_state", "implementation", "config"))
+def _run(
+    k, w, u, g_cum, g_gamma, initial_state, cu_seqlens, C: int, output_final_state: bool, implementation: str,
+    config: tiles.Config,
+):  # fmt: skip
+    chunks = chunking.Chunking(*k.shape[:2], C, cu_seqlens)
+    g = chunks.split_gates(g_cum, u.shape[2])  # rows [NC, HV, 1, C] or channels [NC, HV, C, K]
+    if g_gamma is not None:
+        g = g + chunks.gamma_rows(g_gamma)
+    initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
+    w = None if w is None else chunks.split(w)  # [NC, HV, C, K]
+    operands = kernel.ChunkHOperands(*compat.vary_alike(chunks.split(k), w, chunks.split(u), g, initial_state))
     table = kernel.make_table(chunks.first, chunks.length, chunks.sequence)
     # The row of the last token of a sequence, C for a chunk in which no sequence ends.
     end = jnp.where(chunks.last, chunks.length - 1, C).astype(jnp.int32)
