@@ -154,9 +154,8 @@ def prefill_runs(case: Layer, mixture: Mixture, C: int) -> tuple[int, list[int]]
     else:
         chunks, stages = turns.piece_chunks(case, T, mixture.N, C)
         block *= chunks
-    made = pool_spans(T, block, routes)
-    assert made.count is not None
-    table = np.asarray(made.table)[:, : int(made.count)]
+    table, count = pool_spans(T, block, routes)
+    table = np.asarray(table)[:, : int(count)]
     at = lambda n: Piece(table, n, block)
     if case.table.delta:
         second = turns.second_path(case, C, chunks)

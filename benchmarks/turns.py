@@ -41,7 +41,7 @@ def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
         config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
         assert config is not None
         chunks = tuning.largest_divisor(NT, config.num_steps)
-    table, block = make_spans(case.T, chunks * C, cu_seqlens, with_states=True).table, chunks * C
+    table, block = make_spans(case.T, chunks * C, cu_seqlens, with_states=True)[0], chunks * C
     step = np.arange(num_chunks(case.T, block) if table is None else table.shape[1])
     at = lambda n: Span(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
     if case.table.delta:

@@ -29,7 +29,7 @@ def read_chunks(table, B: int, T: int, C: int):
 
 
 def test_rows_of_one_sequence_have_no_table():
-    assert chunk_spans.make_spans(18, 16, None, True) == chunk_spans.Spans(None, None)
+    assert chunk_spans.make_spans(18, 16, None, True) == (None, None)
     row = chunk_spans.Span(jnp.int32(0), 18, 16)
     found = [read(row.of_chunk(jnp.int32(n)), "chunk", "first", "last", "begin", "end") for n in range(2)]
     assert found == [
@@ -46,12 +46,12 @@ in_pieces = jax.jit(lambda cu_seqlens: chunk_spans.make_spans(T, C, cu_seqlens, 
 @given(LENGTHS)
 def test_steps_of_a_stream(lengths):
     """Every chunk is a span; its owners, and those before it and at its end, tell how sequences lie in it."""
-    spans = stream(boundaries(*lengths))
+    table, codes_of_chunks = stream(boundaries(*lengths))
     used = sum(lengths)
     owner = np.append(np.repeat(np.arange(N), lengths), np.full(NT * C - used, N - 1))
     codes = np.where(np.arange(NT * C) < used, owner, ~owner)
-    np.testing.assert_array_equal(np.asarray(spans.owner).reshape(-1), codes)
-    for n, span in enumerate(read_chunks(spans.table, 1, T, C)):
+    np.testing.assert_array_equal(np.asarray(codes_of_chunks).reshape(-1), codes)
+    for n, span in enumerate(read_chunks(table, 1, T, C)):
         mine, before = owner[n * C : (n + 1) * C], owner[max(n * C - 1, 0)]
         assert (span["before"], span["final"]) == (before, mine[-1])
         assert span["mixed"] == (before != mine[-1] or (n + 1) * C > used)
@@ -61,11 +61,11 @@ def test_steps_of_a_stream(lengths):
 def test_steps_of_segments():
     """Every row has its own segments. Padding counts to the segment before it, and begins no other."""
     ids = jnp.asarray([[-1, 7, 7, 2, -1, 2, 2, 2, -1], [4, 4, 4, 4, 4, 4, 4, 4, 9]], jnp.int32)
-    spans = chunk_spans.make_spans(9, 4, None, True, ids)
+    table, found = chunk_spans.make_spans(9, 4, None, True, ids)
     owner = [[~0, 0, 0, 1], [~1, 2, 2, 2], [~2] * 4, [0] * 4, [0] * 4, [1, ~1, ~1, ~1]]
-    np.testing.assert_array_equal(spans.owner[:, 0], owner)
+    np.testing.assert_array_equal(found[:, 0], owner)
     columns = ("before", "final", "mixed", "first", "last")
-    assert [tuple(span[name] for name in columns) for span in read_chunks(spans.table, 2, 9, 4)] == [
+    assert [tuple(span[name] for name in columns) for span in read_chunks(table, 2, 9, 4)] == [
         (0, 1, 1, 1, 0), (1, 2, 1, 0, 0), (2, 2, 1, 0, 1),
         (0, 0, 0, 1, 0), (0, 0, 0, 0, 0), (0, 1, 1, 0, 1),
     ]  # fmt: skip
@@ -75,10 +75,10 @@ def test_steps_of_segments():
 @given(LENGTHS)
 def test_steps_of_pieces(lengths):
     """A span holds rows of one sequence; a sequence begins and ends in one span each; so does every chunk."""
-    spans = in_pieces(boundaries(*lengths))
-    assert spans.owner is None
+    table, owner = in_pieces(boundaries(*lengths))
+    assert owner is None
     names = "sequence", "chunk", "begin", "end", "first", "last", "opens", "closes", "unowned"
-    pieces = [read(chunk_spans.Piece(np.asarray(spans.table), n, C), *names) for n in range(spans.table.shape[1])]
+    pieces = [read(chunk_spans.Piece(np.asarray(table), n, C), *names) for n in range(table.shape[1])]
     seen, chunk, open_sequence = [], -1, None
     for span in pieces:
         assert span["opens"] == (span["chunk"] != chunk)

@@ -49,7 +49,7 @@ class GdnFwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_spans.Spans`
+    table: jax.Ref  # of `chunk_spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     v: jax.Ref  # [C, heads V] of prev

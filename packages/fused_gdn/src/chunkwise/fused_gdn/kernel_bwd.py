@@ -25,7 +25,7 @@ class GdnBwdRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_spans.Spans`
+    table: jax.Ref  # of `chunk_spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     g: jax.Ref  # [C, heads]

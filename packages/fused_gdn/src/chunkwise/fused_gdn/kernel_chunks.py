@@ -45,7 +45,7 @@ class GdnChunksRefs(NamedTuple):
     of the heads of all its chunks.
     """
 
-    table: jax.Ref  # `chunk_spans.Spans`
+    table: jax.Ref  # of `chunk_spans`
     q: jax.Ref  # [rows, keys K] of the first stage
     k: jax.Ref  # [rows, keys K] of the first stage
     v: jax.Ref  # [rows, heads V] of the third stage

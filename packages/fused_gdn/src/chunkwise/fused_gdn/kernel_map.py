@@ -39,7 +39,7 @@ class GdnMapRefs(NamedTuple):
     A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
     """
 
-    table: jax.Ref  # `chunk_spans.Spans`
+    table: jax.Ref  # of `chunk_spans`
     k: jax.Ref  # [C, keys K] of cur
     v: jax.Ref  # [C, heads V] of inverted
     g: jax.Ref  # [C, heads] of cur

@@ -17,7 +17,7 @@ class GlaRefs(NamedTuple):
     k: jax.Ref  # [rows, keys K]
     v: jax.Ref  # [rows, heads V]
     h: jax.Ref  # [heads, V, K]
-    table: jax.Ref  # `chunk_spans.Spans`
+    table: jax.Ref  # of `chunk_spans`
     g: jax.Ref  # [chunks, heads, 1, C], or per channel [rows, heads K]
     g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
     log_weight: jax.Ref  # [chunks, heads, 1, C]

@@ -14,7 +14,7 @@ class KdaRefs(NamedTuple):
     """
 
     # Of both directions.
-    table: jax.Ref  # `chunk_spans.Spans`
+    table: jax.Ref  # of `chunk_spans`
     q: jax.Ref  # [C, keys K]
     k: jax.Ref  # [C, keys K]
     v: jax.Ref  # [C, heads V] of prev; in the backward only with w

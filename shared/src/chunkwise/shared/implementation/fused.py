@@ -25,10 +25,11 @@ from chunkwise.shared.implementation import remat
 from chunkwise.shared.implementation.implementations import Implementation, with_chunk_size
 from chunkwise.shared.kernels import interleaved, launcher, packed
 from chunkwise.shared.kernels.spans import chunk_spans, layout, pools
-from chunkwise.shared.kernels.spans.chunk_spans import Spans
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 from chunkwise.shared.plain import affine_scan, state_map
 
+# The table of spans, and the owners of tokens: see `chunk_spans.make_spans`.
+Spans = tuple[jax.Array | None, jax.Array | None]
 # From operands, the static description of a launch, and the names of outputs to these outputs.
 Launch = Callable[[Any, Any, tuple[str, ...]], dict[str, Any]]
 
@@ -175,14 +176,14 @@ def _in_pieces(
 def _spans(kernels: Kernels, x: Arguments, static) -> Spans:
     """Return the spans of a launch over whole sequences."""
     tokens = static.chunks * static.C if static.varlen else static.C
-    spans = chunk_spans.make_spans(x.q.shape[1], tokens, x.cu_seqlens, static.varlen, x.segment_ids)
-    owner = spans.owner
-    return spans if owner is None else spans._replace(owner=jnp.tile(owner, (1, 1, kernels.owner_repeats(static))))
+    table, owner = chunk_spans.make_spans(x.q.shape[1], tokens, x.cu_seqlens, static.varlen, x.segment_ids)
+    return table, None if owner is None else jnp.tile(owner, (1, 1, kernels.owner_repeats(static)))
 
 
 def _operands(kernels: Kernels, x: Arguments, static, spans: Spans, backward=False, **more) -> Operands:
     """Return the operands of a launch."""
-    return replace(kernels.lay_out(x, static, backward), table=spans.table, owner=spans.owner, **more)
+    table, owner = spans
+    return replace(kernels.lay_out(x, static, backward), table=table, owner=owner, **more)
 
 
 def _outputs(options: Options) -> tuple[str, ...]:
@@ -282,7 +283,7 @@ def _pad(x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
-    x, spans, residuals, precomputed, requested = saved
+    x, (table, owner), residuals, precomputed, requested = saved
     static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(x, residuals) | precomputed
     static = static if precomputed else _in_pieces(kernels, static, backward=True)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
@@ -290,13 +291,13 @@ def _backward(kernels: Kernels, options: Options, saved, cotangents):
     floats = {name: y for name, y in x.arrays().items() if jnp.issubdtype(y.dtype, jnp.floating)}
     operands, transpose = jax.vjp(lambda floats: kernels.lay_out(x._replace(**floats), static, True), floats)
     if not residuals.keys() >= {*kernels.recomputed}:
-        y = _operands(kernels, x, static, spans, **residuals)
+        y = _operands(kernels, x, static, (table, owner), **residuals)
         residuals |= kernels.forward(y, static, kernels.recomputed)
     present = [name for name, y in vars(operands).items() if y is not None]
     computed = [name for name in present if name not in kernels.optional or name in requested]
     d = kernels.backward(
         replace(
-            operands, table=spans.table, owner=spans.owner, **residuals,
+            operands, table=table, owner=owner, **residuals,
             do=layout.to_lanes(interleaved.like(x.q, do.astype(operands.v.dtype)), static.T),
             dht=kernel_states(dstates, kernels.transposed, x.least is not None),
         ),
@@ -323,10 +324,9 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
     options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
     static = _in_pieces(kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True)
-    spans = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
-    assert spans.table is not None
-    static = replace(static, listed=spans.table.shape[1])
-    operands = _vary_alike(_operands(kernels, x, static, spans, pool=pool, count=spans.count))
+    table, count = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
+    static = replace(static, listed=table.shape[1])
+    operands = _vary_alike(_operands(kernels, x, static, (table, None), pool=pool, count=count))
     out = kernels.forward(operands, static, ("o", "pool_out"))
     return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
 

@@ -14,7 +14,7 @@ There are three ways to cut the tokens of a launch:
 Tables are in scalar memory, which is small, so they have one number for a chunk, and at most four for a piece.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,40 +31,31 @@ _ROW_BITS = 13
 _FLAGS = ("first", "last", "opens", "closes", "unowned", "continues")
 
 
-class Spans(NamedTuple):
-    """The spans of a launch.
-
-    Attributes:
-      table: None where every row is one sequence. Where a chunk may hold several sequences, int32 [B * (NT + 1)],
-        `open_sequences`. Where spans are pieces, int32 [3, spans] for `Piece`, or [4, spans] if states lie in a pool.
-      owner: int32 [B * NT, 1, C], the `coded_owners` of tokens where a chunk may hold several sequences, else None.
-      count: int32, how many spans of the table there are, if only the run tells; None for all of them.
-    """
-
-    table: jax.Array | None
-    owner: jax.Array | None
-    count: jax.Array | None = None
-
-
 def make_spans(
     T: int, C: int, cu_seqlens: jax.Array | None, with_states: bool, segment_ids: jax.Array | None = None
-) -> Spans:
-    """Return the spans of a batch: its chunks, or for a packed batch with states the pieces of its chunks."""
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the spans of a batch: its chunks, or for a packed batch with states the pieces of its chunks.
+
+    Returns:
+      The table, None where every row is one sequence. Where a chunk may hold several sequences, int32 [B * (NT + 1)],
+      `open_sequences`, and beside it int32 [B * NT, 1, C], the `coded_owners` of tokens. Where spans are pieces, int32
+      [3, spans] for `Piece`.
+    """
     if cu_seqlens is None and segment_ids is None:
-        return Spans(None, None)
+        return None, None
     if cu_seqlens is None or not with_states:
         codes = segment_tables.coded_owners(cu_seqlens, segment_ids, T)
         owner, table = open_sequences(codes, C)
-        return Spans(table, owner)
+        return table, owner
     p = chunking.varlen_tiles(T, C, cu_seqlens)
-    return _table_of_pieces(p, C, (p.chunk + 1) * C > cu_seqlens[-1])
+    return _table_of_pieces(p, C, (p.chunk + 1) * C > cu_seqlens[-1]), None
 
 
-def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = None) -> Spans:
+def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the spans of a stream of T tokens whose states lie in the slots of a pool: pieces of its chunks.
 
-    A sequence that has no tokens takes no span, and its slots stay as they are. A serving step has many such sequences,
-    which are its decodes, so the table says how many spans there are.
+    They are a table, int32 [4, spans] for `Piece`, and how many of its spans there are, int32. A sequence that has no
+    tokens takes no span, and its slots stay as they are. A serving step has many such sequences, which are its decodes.
 
     Args:
       T, C: tokens and chunk size; static.
@@ -104,7 +95,7 @@ def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     unowned = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > jnp.max(jnp.where(filled, end, jnp.int32(0))))
     count = jnp.max(jnp.where(rows | p.opens, spans + 1, jnp.int32(1)))
     p = p._replace(sequence=sources, first=first, last=written >= 0)
-    return _table_of_pieces(p, C, unowned, reads >= 0, targets)._replace(count=count)
+    return _table_of_pieces(p, C, unowned, reads >= 0, targets), count
 
 
 def _filled_first(routes: pools.Routes, T: int) -> pools.Routes:
@@ -123,7 +114,7 @@ def _filled_first(routes: pools.Routes, T: int) -> pools.Routes:
     return pools.Routes(start, end, source, target[:, None], blocks)
 
 
-def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, continues=None, target=None) -> Spans:
+def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, continues=None, target=None) -> jax.Array:
     """Return the table of pieces of chunks of C tokens; the other arguments are attributes of `Piece`."""
     if C >= 2**_ROW_BITS:
         raise NotImplementedError(
@@ -136,7 +127,7 @@ def _table_of_pieces(p: chunking.VarlenTiles, C: int, unowned: jax.Array, contin
     flags = (p.first, p.last, p.opens, p.closes, unowned) + (() if continues is None else (continues,))
     for i, flag in enumerate(flags):
         place |= flag.astype(jnp.int32) << jnp.int32(2 * _ROW_BITS + i)
-    return Spans(jnp.stack([p.sequence, p.chunk, place] + ([] if target is None else [target])), None)
+    return jnp.stack([p.sequence, p.chunk, place] + ([] if target is None else [target]))
 
 
 def limit_of_chunks(B: int, T: int, C: int) -> str | None:

@@ -22,7 +22,7 @@ class Operands:
     [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
 
     Attributes:
-      table, count: the table of spans in scalar memory and how many it has, or None: see `chunk_spans.Spans`.
+      table, count: the table of spans in scalar memory and how many it has, or None: see `chunk_spans`.
       q, k: [B, T, H * K].
       v: [B, T, HV * V].
       g: decays in nats, or the raw gates of a law.
