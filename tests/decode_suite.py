@@ -90,7 +90,7 @@ def make(
     gates = HV * K if per_channel else HV
     activation = GateActivation(True, -5.0 if bias else None, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=bias)
     decodes = Decodes(
-        static_of(H, HV, K, V, activation)._replace(norm_gate="silu", eps=EPS).with_tokens(tokens),
+        static_of(H, HV, K, V, activation)._replace(W=tokens, norm_gate="silu", eps=EPS),
         tuple(draw(T, n) for n in channels), draw(T, gates), draw(T, HV), draw(T, HV * V),
         tuple(draw(n, W) for n in channels), tuple(draw(n) for n in channels) if bias else (),
         draw(HV, kind=jnp.float32, size=0.5), draw(*((HV, K) if per_channel else (HV,)), kind=jnp.float32), draw(V),

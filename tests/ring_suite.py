@@ -44,7 +44,7 @@ def assert_steps(case):
     N, HV, K, V, L = 3, R * H, 8, 16, 4
     T = N * W
     one = lambda: state_pool.make_pool(5, HV, K, V, dtype, replay=L, H=H, per_channel=per_channel)
-    static = DecodeStatic(W, True, 0.3, delta, "recurrent_x_fwd", erases == "before decay")
+    static = DecodeStatic(H, HV, K, V, W, True, 0.3, delta, "recurrent_x_fwd", erases == "before decay")
     plain = jax.jit(lambda *args: run._plain_tokens(static, *args))
     kernel = jax.jit(lambda *args: _decode(static, *args))
     x, expected, pool = make_inputs(T=8 * T, H=H, HV=HV, K=K, V=V, per_channel=per_channel), one(), one()

@@ -54,8 +54,8 @@ def part_of(x: dict[str, Any], case: str, i: int) -> dict[str, Any]:
 
 def decode(case: str, part: dict[str, Any], pool, slots: Slots) -> tuple[jax.Array, Any]:
     """Return the outputs of a step of decodes by the kernel, and the pool."""
-    erases, U = CASES[case][1], CASES[case][-1]
-    static = DecodeStatic(U, True, 0.3, False, "recurrent_x_fwd", erases == "before decay")
+    _, erases, K, V, _, _, U = CASES[case]
+    static = DecodeStatic(H, HV, K, V, U, True, 0.3, False, "recurrent_x_fwd", erases == "before decay")
     p = part["k"] * part["b"] if "b" in part else None
     x = Arguments(**{name: y for name, y in part.items() if name != "b"}, p=p)
     assert choose.by_kernel("fused", x, pool, slots, static)

@@ -47,7 +47,7 @@ def test_kernel(dtype, replay, K, W, erases, expected):
     x = Arguments(keys, keys, values, x["g"], x["beta"], p=values if erases else None)
     pool = jax.eval_shape(lambda: state_pool.make_pool(5, HV, K, K, dtype, replay=replay, H=H))
     indices = jnp.zeros((N,) if replay or W == 1 else (N, W), jnp.int32)
-    static = DecodeStatic(W, True, 1.0, True, "recurrent_x_fwd")
+    static = DecodeStatic(H, HV, K, K, W, True, 1.0, True, "recurrent_x_fwd")
 
     def find(strict):
         found = []

@@ -184,7 +184,7 @@ def test_what_it_does_not_take():
     assert not takes(other, conv, plain, slots)
     # Decodes of several tokens have several slots of the convolution for a ring.
     wide = tuple(jnp.concatenate([y, y]) for y in conv)
-    two = decodes._replace(static=decodes.static.with_tokens(2))
+    two = decodes._replace(static=decodes.static._replace(W=2))
     fits = [takes(x, y, pool, slots) for x, y in ((decodes, wide), (two, conv), (two, wide))]
     assert fits == [False, False, True]
     assert not takes(two, conv, plain, slots)

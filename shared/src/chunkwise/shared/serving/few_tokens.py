@@ -86,7 +86,7 @@ def run_tokens(
       which slots without a sequence keep every bit; without a pool [N, HV, K, V] float32.
     """
     one = x.cu_seqlens is None and x.q.shape[1] == 1
-    static = DecodeStatic(1, one, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay)
+    static = records.static_of_rule(name, 1, one, x, options)
     pool, slots, scale = x.initial_state, x.slots or Slots(), x.scale
     x = x._replace(scale=None, slots=None)
     if pool is None:

@@ -206,7 +206,7 @@ def _decode(
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
     x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=arguments.ABSENT)
-    static = DecodeStatic(W, True, options.scale, options.use_qk_l2norm_in_kernel, name, options.erase_before_decay)
+    static = records.static_of_rule(name, W, True, x, options)
     if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
         made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)
         made = made.reshape(x.v.shape)

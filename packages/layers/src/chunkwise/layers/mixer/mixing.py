@@ -89,7 +89,7 @@ def over_step(
             return one_after_the_other(run, config, operators, *arrays, **law, **options)
         return _on_devices(over_step, division, run, config, operators, options, *tree)
     mixer, pool = _mixer(config, *arrays, **law, **options), state_pool.as_pool(run.pool.state)
-    mixer = mixer._replace(static=mixer.static.with_tokens(run.decode_tokens or 1))
+    mixer = mixer._replace(static=mixer.static._replace(W=run.decode_tokens or 1))
     slots = Slots(**{name: run.slots[name] for name in Slots._fields if name != "block_state_indices"})
 
     def others() -> Step:
@@ -210,7 +210,7 @@ def in_one_launch(
     given, slots = slots, step_table.with_counts(Slots(*map(checks.as_int32, slots)))
     if not pool.replay:
         # A decode has a slot for each of its tokens.
-        x = x._replace(static=x.static.with_tokens(choose.columns(slots)))
+        x = x._replace(static=x.static._replace(W=choose.columns(slots)))
     if slots.num_decodes is None or not choose.by_kernel(implementation, x, pool, slots, conv=conv):
         return otherwise()
     together = functools.partial(launch.launch, x, conv, pool, checks.as_int32(cu_seqlens), slots)

@@ -67,8 +67,8 @@ def _limit(x: Decodes, conv: tuple, pool: StatePool, slots: Slots) -> str | None
     slots_fit = columns(slots) == launch.targets_of(x, pool)
     if slots_fit and launch.launches_of(x, conv, pool, slots.state_indices.shape[0]) is not None:
         return None
-    if pool.replay and x.static.rule.W > records.MOST_TOKENS:
-        return f"takes decodes of at most {records.MOST_TOKENS} tokens over rings; got {x.static.rule.W}"
+    if pool.replay and x.static.W > records.MOST_TOKENS:
+        return f"takes decodes of at most {records.MOST_TOKENS} tokens over rings; got {x.static.W}"
     ring = f" with rings of {pool.replay}" if pool.replay else ""
     return (
         f"takes a few tokens per sequence; {x.x[0].shape[0]} tokens and slots of states {pool.shape[1:]}{ring} do not "

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import table
-from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 # How many buffers the grid steps take in turn.
@@ -32,7 +32,7 @@ def buffer_of(i) -> jax.Array:
 
 
 def copy_slots(
-    refs: DecodeRefs, s: KernelStatic, i, act, *only: str, out: bool = False, turn: jax.Array | int = 0
+    refs: DecodeRefs, s: DecodeStatic, i, act, *only: str, out: bool = False, turn: jax.Array | int = 0
 ) -> None:
     """Start, or wait for, the copies of the slots that grid step i reads, or with `out` of those that it writes.
 
@@ -67,7 +67,7 @@ def copy_slots(
             copy(n, slot, *token)
 
 
-def _ends(refs: DecodeRefs, s: KernelStatic, kind: str, slot, place, conv, out: bool) -> list[tuple[Any, ...]]:
+def _ends(refs: DecodeRefs, s: DecodeStatic, kind: str, slot, place, conv, out: bool) -> list[tuple[Any, ...]]:
     """Return the parts of a slot that are copied, each with its buffer of all sequences, and its token in it."""
     if kind == "conv":
         arrays = zip(refs.pools.conv, refs.buffers.conv_out if out else refs.buffers.conv_in, strict=True)

@@ -19,14 +19,14 @@ from chunkwise.shared import tuning
 from chunkwise.shared.kernels import packed, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
-from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 # About how many value heads a fold takes at once.
 _FOLDED = 8
 
 
-def decode_kernel(refs: DecodeRefs, s: KernelStatic):
+def decode_kernel(refs: DecodeRefs, s: DecodeStatic):
     """Run the sequences of a grid step."""
     i, n = pl.program_id(0), refs.buffers.before.shape[1]
     last = refs.step.table.shape[0] // (n * table.numbers(refs.targets)) - 1
@@ -90,7 +90,7 @@ def _clear_state(refs: DecodeRefs, b, place) -> None:
             buffer[b, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
 
-def _fold_rings(refs: DecodeRefs, s: KernelStatic, i) -> None:
+def _fold_rings(refs: DecodeRefs, s: DecodeStatic, i) -> None:
     """Fold the rings of grid step i that have no room, or whose sequence goes to another slot."""
     b, n = copies.buffer_of(i), refs.buffers.before.shape[1]
 
@@ -116,7 +116,7 @@ def _fold_rings(refs: DecodeRefs, s: KernelStatic, i) -> None:
     )
 
 
-def _fold_heads(refs: DecodeRefs, s: KernelStatic, at, some: int, channels: int, turn, carry) -> None:
+def _fold_heads(refs: DecodeRefs, s: DecodeStatic, at, some: int, channels: int, turn, carry) -> None:
     """Replace the states of `some` key heads in a buffer by the states after their ring."""
     tokens, before, scale_in = refs.work.folded_keys.shape[0] // s.HV, refs.buffers.before, refs.buffers.scale_in
     found = []
@@ -136,7 +136,7 @@ def _fold_heads(refs: DecodeRefs, s: KernelStatic, at, some: int, channels: int,
             scale_in[(*at, pl.ds(h, 1))] = refs.buffers.scale_out[(*at, pl.ds(h, 1))] = scales
 
 
-def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
+def _run_sequences(refs: DecodeRefs, s: DecodeStatic, i) -> None:
     """Run the tokens of the sequences of grid step i."""
     starts = table.of_step(refs, table.START, i)
     if s.decode_tokens > 1:
@@ -149,7 +149,7 @@ def _run_sequences(refs: DecodeRefs, s: KernelStatic, i) -> None:
     _run_tokens(refs, s, i, starts)
 
 
-def _run_in_turn(refs: DecodeRefs, s: KernelStatic, i) -> None:
+def _run_in_turn(refs: DecodeRefs, s: DecodeStatic, i) -> None:
     """Run the sequences of grid step i token by token; in between their states are float32."""
     b, starts, tokens = copies.buffer_of(i), table.of_step(refs, table.START, i), table.of_step(refs, table.TOKENS, i)
     none, states = jnp.int32(refs.tokens.o.shape[0]), refs.work.between
@@ -180,7 +180,7 @@ def _run_in_turn(refs: DecodeRefs, s: KernelStatic, i) -> None:
         store(0)
 
 
-def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
+def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     """Run the tokens that the kernel takes at once, from their places in the stream."""
     b = copies.buffer_of(i)
     # How many tokens of its ring a sequence reads; its new token goes to this place.
@@ -193,9 +193,9 @@ def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
     if refs.pools.conv:
         store("conv")
     q, k, v = (_by_head(channels, *heads) for heads in ((s.H, s.K), (s.H, s.K), (s.HV, s.V)))
-    if s.rule.normalise:
+    if s.normalise:
         q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
-    q = [x * jnp.float32(s.rule.scale) for x in q]
+    q = [x * jnp.float32(s.scale) for x in q]
     gates = _gates(refs, s)
     decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
     if refs.has_rings:
@@ -203,7 +203,7 @@ def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
     beta = None if refs.tokens.beta is None else tile.step_size(refs.tokens.rows[:, refs.lanes["beta"]], s)
     # The erase key and the query of every value head.
     rows = [[_erase_key(refs, s, h, k), q[h // s.group]] for h in range(s.HV)]
-    erased = [jnp.exp(tile.accumulate_before(x, s)) for x in gates] if s.rule.erase_before_decay else decays
+    erased = [jnp.exp(tile.accumulate_before(x, s)) for x in gates] if s.erase_before_decay else decays
     read = reads.read_states(refs, s, b, counts, rows, list(zip(erased, decays, strict=True)))
     for h in range(s.HV):
         at = slice(h * s.width, h * s.width + s.V)
@@ -227,7 +227,7 @@ def _run_tokens(refs: DecodeRefs, s: KernelStatic, i, starts) -> None:
         store(*refs.kinds[1:])
 
 
-def _erase_key(refs: DecodeRefs, s: KernelStatic, h: int, k: list[jax.Array]) -> jax.Array:
+def _erase_key(refs: DecodeRefs, s: DecodeStatic, h: int, k: list[jax.Array]) -> jax.Array:
     """Return the erase keys of a value head, [m, K]."""
     if refs.tokens.p is None:
         return k[h // s.group]
@@ -235,7 +235,7 @@ def _erase_key(refs: DecodeRefs, s: KernelStatic, h: int, k: list[jax.Array]) ->
     return refs.tokens.rows[:, first : first + s.K]
 
 
-def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
+def _update_states(refs: DecodeRefs, s: DecodeStatic, b, k, decays) -> None:
     """Store the states after each token of a grid step in the buffers from which they are copied out.
 
     The decays are those of each token alone.
@@ -260,7 +260,7 @@ def _update_states(refs: DecodeRefs, s: KernelStatic, b, k, decays) -> None:
                         refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales
 
 
-def _append_keys(refs: DecodeRefs, s: KernelStatic, b, counts, k, gates) -> None:
+def _append_keys(refs: DecodeRefs, s: DecodeStatic, b, counts, k, gates) -> None:
     """Store the keys and gates of a grid step in the buffers from which they are copied to rings."""
     _store_tokens(refs.buffers.new_key, s, b, k)
     if refs.work.starts is not None:
@@ -273,7 +273,7 @@ def _append_keys(refs: DecodeRefs, s: KernelStatic, b, counts, k, gates) -> None
             refs.buffers.new_gate[b, place, pl.ds(at + jnp.int32(t), 1), :] = row[place : place + 1]
 
 
-def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -> None:
+def _store_tokens(buffer: jax.Ref, s: DecodeStatic, b, heads: list[jax.Array]) -> None:
     """Store heads [m, D] in a buffer of the tokens of all sequences, as rows of a token or in the order [R, H]."""
     for t, token in enumerate(zip(*(tile.by_token(x, s) for x in heads), strict=True)):
         at = (b, slice(None), t) if s.decode_tokens > 1 else (b, slice(None))
@@ -284,7 +284,7 @@ def _store_tokens(buffer: jax.Ref, s: KernelStatic, b, heads: list[jax.Array]) -
             buffer[(*at, r)] = jnp.stack(token[r * s.H : (r + 1) * s.H], axis=1).astype(buffer.dtype)
 
 
-def _channels(refs: DecodeRefs, s: KernelStatic, b, j: int) -> list[jax.Array]:
+def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> list[jax.Array]:
     """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
     x = refs.tokens.rows[:, refs.lanes[f"x{j}"]]
     if refs.layer.w:
@@ -309,7 +309,7 @@ def _by_head(channels: list[jax.Array], heads: int, D: int) -> list[jax.Array]:
     return [x[:, :D] for x in taken]
 
 
-def _gates(refs: DecodeRefs, s: KernelStatic) -> list[jax.Array]:
+def _gates(refs: DecodeRefs, s: DecodeStatic) -> list[jax.Array]:
     """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
     g = refs.tokens.rows[:, refs.lanes["g"]]
     of_law = refs.layer.A_log, refs.layer.dt_bias

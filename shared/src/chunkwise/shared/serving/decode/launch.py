@@ -12,7 +12,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.kernels import chunking, launcher, packed, windows
 from chunkwise.shared.serving.decode import copies, kernel, table
-from chunkwise.shared.serving.decode.records import Decodes, KernelStatic
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 from chunkwise.shared.serving.state_pool import StatePool
 
@@ -109,13 +109,13 @@ def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> lis
 
 def targets_of(x: Decodes, pool: StatePool) -> int:
     """Return how many slots a sequence writes: without rings one for each token of a decode."""
-    return 1 if pool.replay else x.static.rule.W
+    return 1 if pool.replay else x.static.W
 
 
 def _rows(x: Decodes, N: int) -> int:
     """Return how many tokens the kernel sees: as many as N decodes can have, rounded up to registers of every type."""
-    T, rule = x.x[0].shape[0], x.static.rule
-    return min(T, packed.round_up(N * rule.W, 32)) if rule.single else T
+    T, s = x.x[0].shape[0], x.static
+    return min(T, packed.round_up(N * s.W, 32)) if s.single else T
 
 
 def launch(
@@ -177,7 +177,7 @@ def launch(
     out = launcher.launch(
         functools.partial(kernel.decode_kernel, s=s),
         DecodeRefs.of_names,
-        name=s.rule.name,
+        name=s.name,
         grid=(grid_steps,),
         dimension_semantics=("arbitrary",),
         # They hold only slots that exist and tokens of the stream.
@@ -206,7 +206,7 @@ def _launch_in_parts(x: Decodes, pool: StatePool, cu_seqlens: jax.Array, slots: 
     return jnp.concatenate(outputs, axis=1), (), pool
 
 
-def _ring_scratch(s: KernelStatic, pool: StatePool, held: dict[str, jax.Array], n: int) -> dict[str, Any]:
+def _ring_scratch(s: DecodeStatic, pool: StatePool, held: dict[str, jax.Array], n: int) -> dict[str, Any]:
     """Return the scratch for the rings of n sequences; `held` has the arrays of the pool as the kernel sees them."""
     m, by_channel, several = n * s.decode_tokens, _by_channel(pool), [s.decode_tokens] * (s.decode_tokens > 1)
     keys, writes, gates = (held[name] for name in ("keys", "writes", "gates"))
@@ -226,7 +226,7 @@ def _ring_scratch(s: KernelStatic, pool: StatePool, held: dict[str, jax.Array], 
     return scratch | dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
 
 
-def _cost(T: int, N: int, targets: int, held: dict[str, jax.Array], s: KernelStatic, delta: bool) -> pl.CostEstimate:
+def _cost(T: int, N: int, targets: int, held: dict[str, jax.Array], s: DecodeStatic, delta: bool) -> pl.CostEstimate:
     """Return the cost of N decodes of T tokens in all: each reads a slot, and writes some."""
     slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
     return pl.CostEstimate(

@@ -16,11 +16,11 @@ from jax.experimental import pallas as pl
 from chunkwise.shared.kernels import packed
 from chunkwise.shared.kernels.spans.operands import ABSENT
 from chunkwise.shared.serving.decode import ring, tile
-from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 
-def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, rows, decays) -> list[list[jax.Array]]:
+def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> list[list[jax.Array]]:
     """Return the values that erase keys and queries read from decayed states and rings, [m, V], for every value head.
 
     Args:
@@ -81,7 +81,7 @@ def read_states(refs: DecodeRefs, s: KernelStatic, b, counts, rows, decays) -> l
     return reads
 
 
-def _factors(refs: DecodeRefs, s: KernelStatic, b) -> list[jax.Array]:
+def _factors(refs: DecodeRefs, s: DecodeStatic, b) -> list[jax.Array]:
     """Return the factor of every value head; an empty list if there is none."""
     n, factors = refs.buffers.before.shape[1], []
     if refs.work.starts is not None:
@@ -91,7 +91,7 @@ def _factors(refs: DecodeRefs, s: KernelStatic, b) -> list[jax.Array]:
     return [_each(functools.reduce(operator.mul, of_head), s) for of_head in zip(*factors, strict=True)]
 
 
-def _each(x: jax.Array, s: KernelStatic) -> jax.Array:
+def _each(x: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the rows of sequences [n, lanes] for all of their tokens, [m, lanes]."""
     return jnp.concatenate([x] * s.decode_tokens)
 
@@ -107,7 +107,7 @@ def _read_alone(refs: DecodeRefs, b, head: int, rows: dict[int, jax.Array]) -> N
                 refs.work.products[at : at + 1, :] = tile.read_on_vector_unit(S, x[row : row + 1])
 
 
-def _read_together(refs: DecodeRefs, s: KernelStatic, b, heads) -> None:
+def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
     """Store the products of parts of keys and queries with the states of the value heads that share these parts.
 
     The states lie side by side, because the matrix unit of most chips has 256 columns.
@@ -125,7 +125,7 @@ def _read_together(refs: DecodeRefs, s: KernelStatic, b, heads) -> None:
                 refs.work.products[first : first + 8, :] = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
 
 
-def _split_rows(parts: jax.Ref, s: KernelStatic, rows) -> None:
+def _split_rows(parts: jax.Ref, s: DecodeStatic, rows) -> None:
     """Store parts of keys and queries of every value head, so that a load with a stride has the rows of a sequence.
 
     Row (j HV + r H + h) m + i is part j of row i of head h R + r: parts of keys and queries in turn, then two of
@@ -140,7 +140,7 @@ def _split_rows(parts: jax.Ref, s: KernelStatic, rows) -> None:
             parts[at : at + m, :] = found[j] if j < len(found) else jnp.zeros_like(found[0])
 
 
-def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -> list[jax.Array]:
+def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: DecodeStatic, b, counts) -> list[jax.Array]:
     """Return the products of keys and queries with the keys of rings for every block, [m 2 B, keys], by sequences.
 
     With gates per channel the keys are decayed, and the decays of states over rings are stored.
@@ -167,7 +167,7 @@ def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: KernelStatic, b, counts) -
     return scores
 
 
-def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[Any, list[Any]]:
+def _weigh_rings(refs: DecodeRefs, s: DecodeStatic, b, counts, scores) -> tuple[Any, list[Any]]:
     """Return the decays of states over rings [n, HV], None with gates per channel, and for blocks the weights."""
     n, dtype = refs.buffers.before.shape[1], refs.buffers.ring_write.dtype
     if refs.work.starts is not None:
@@ -185,7 +185,7 @@ def _weigh_rings(refs: DecodeRefs, s: KernelStatic, b, counts, scores) -> tuple[
     return start, weights
 
 
-def _read_rings(refs: DecodeRefs, s: KernelStatic, b, counts, weights) -> list[list[jax.Array]]:
+def _read_rings(refs: DecodeRefs, s: DecodeStatic, b, counts, weights) -> list[list[jax.Array]]:
     """Return the values that keys and queries read from rings, [m, V] each, for every row of the order [R, H]."""
     n, rows = refs.buffers.before.shape[1], 2 * s.HV * s.decode_tokens
     blocks = ring.blocks(s.H if refs.work.starts is None else s.HV, s.HV)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared.call.arguments import Arguments
+from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.kernels import gate_activation, packed
 
@@ -17,9 +17,10 @@ MOST_TOKENS = 8
 
 
 class DecodeStatic(NamedTuple):
-    """The static description of decodes, without sizes of arrays.
+    """The static description of decodes.
 
     Attributes:
+      H, HV, K, V: key heads, value heads and their channels.
       W: the most tokens of a decode.
       single: whether a decode has at most W tokens, each with a slot if there are no rings; otherwise it may have any
         number, of which the last one has the slot, and W is 1.
@@ -27,22 +28,6 @@ class DecodeStatic(NamedTuple):
       normalise: whether queries and keys are scaled to unit length.
       name: the name of the kernel.
       erase_before_decay: whether erase keys read the state before the decay.
-    """
-
-    W: int
-    single: bool
-    scale: float
-    normalise: bool
-    name: str
-    erase_before_decay: bool = False
-
-
-class KernelStatic(NamedTuple):
-    """The static description of a launch of the kernel in this folder.
-
-    Attributes:
-      H, HV, K, V: key heads, value heads and their channels.
-      rule: the description of the rule.
       law: the law of raw gates; None if gates are decays in nats.
       step_size: the factor of the sigmoids of raw step sizes; None if step sizes are final.
       activation: the activation of the convolution.
@@ -55,7 +40,12 @@ class KernelStatic(NamedTuple):
     HV: int
     K: int
     V: int
-    rule: DecodeStatic
+    W: int
+    single: bool
+    scale: float
+    normalise: bool
+    name: str
+    erase_before_decay: bool = False
     law: gate_activation.Law | None = None
     step_size: float | None = None
     activation: str | None = None
@@ -76,16 +66,12 @@ class KernelStatic(NamedTuple):
     @property
     def loops(self) -> bool:
         """Whether a loop takes the tokens of a decode one after the other."""
-        return not self.rule.single or self.rule.W > MOST_TOKENS
+        return not self.single or self.W > MOST_TOKENS
 
     @property
     def decode_tokens(self) -> int:
         """How many tokens of a decode the kernel takes at once."""
-        return 1 if self.loops else self.rule.W
-
-    def with_tokens(self, W: int) -> "KernelStatic":
-        """Return the description of decodes of at most W tokens."""
-        return self._replace(rule=self.rule._replace(W=W))
+        return 1 if self.loops else self.W
 
 
 class Decodes(NamedTuple):
@@ -104,7 +90,7 @@ class Decodes(NamedTuple):
       p: erase keys [T, HV K], which the kernel does not scale to unit length; None for k.
     """
 
-    static: KernelStatic
+    static: DecodeStatic
     x: tuple[jax.Array, ...]
     g: jax.Array
     beta: jax.Array | None = None
@@ -150,7 +136,7 @@ class Decodes(NamedTuple):
         return {f"w{j}": y for j, y in enumerate(self.weight)} | rows
 
 
-def static_of(H: int, HV: int, K: int, V: int, activation: GateActivation) -> KernelStatic:
+def static_of(H: int, HV: int, K: int, V: int, activation: GateActivation) -> DecodeStatic:
     """Return the static description of a layer that scales queries and keys to unit length and convolves with SiLU.
 
     Args:
@@ -158,14 +144,20 @@ def static_of(H: int, HV: int, K: int, V: int, activation: GateActivation) -> Ke
       activation: the activation of gates and step sizes, as for the operators.
     """
     step_size = 1.0 + activation.allow_neg_eigval if activation.use_beta_sigmoid_in_kernel else None
-    rule = DecodeStatic(1, True, K**-0.5, True, "decode_layer_fwd")
-    return KernelStatic(H, HV, K, V, rule, activation.law, step_size, "silu")
+    return DecodeStatic(
+        H, HV, K, V, 1, True, K**-0.5, True, "decode_layer_fwd",
+        law=activation.law, step_size=step_size, activation="silu",
+    )  # fmt: skip
+
+
+def static_of_rule(name: str, W: int, single: bool, x: Arguments, options: Options) -> DecodeStatic:
+    """Return the static description of an operator alone, from prepared arguments."""
+    (H, K), (HV, V), normalise = x.q.shape[2:], x.v.shape[2:], options.use_qk_l2norm_in_kernel
+    return DecodeStatic(H, HV, K, V, W, single, options.scale, normalise, name, options.erase_before_decay)
 
 
 def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
     """Return the decodes of an operator alone, from prepared arguments."""
-    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    s = KernelStatic(H, HV, K, V, static)
 
     def row(y: jax.Array | None, by_channel=True) -> Any:
         """Return the heads of every token side by side, each in whole registers if they have channels."""
@@ -176,5 +168,5 @@ def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
         return y.reshape(-1, y[0, 0].size)
 
     return Decodes(
-        s, tuple(map(row, (x.q, x.k, x.v))), row(x.g, x.g.ndim == 4), row(x.beta, by_channel=False), p=row(x.p)
+        static, tuple(map(row, (x.q, x.k, x.v))), row(x.g, x.g.ndim == 4), row(x.beta, by_channel=False), p=row(x.p)
     )

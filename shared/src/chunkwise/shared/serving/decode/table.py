@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
-from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 
 # The numbers of a sequence in the table; the slots that it writes are the last ones.
@@ -20,7 +20,7 @@ def numbers(targets: int) -> int:
     return TARGET + targets
 
 
-def fill(refs: DecodeRefs, s: KernelStatic) -> None:
+def fill(refs: DecodeRefs, s: DecodeStatic) -> None:
     """Fill the table of sequences; for any int32 values, tokens lie within the stream and slots within the pools."""
     N, T = refs.step.boundaries.shape[0] - 1, jnp.int32(refs.tokens.o.shape[0])
     slots = jnp.uint32(min(pool.shape[0] for pool in (refs.pools.states, *refs.pools.conv)))
@@ -44,10 +44,10 @@ def fill(refs: DecodeRefs, s: KernelStatic) -> None:
         inside, at = jnp.minimum(n, jnp.int32(N - 1)), n * jnp.int32(numbers(refs.targets))
         decodes = (n < least) & (n < jnp.int32(N))
         end = jnp.where(decodes, jnp.clip(refs.step.boundaries[inside + 1], begin, T), begin)
-        exists, most = end > begin, jnp.int32(s.rule.W) if s.rule.single else T
+        exists, most = end > begin, jnp.int32(s.W) if s.single else T
         tokens = jnp.minimum(end - begin, most)
         # A sequence of any number of tokens leaves its state without any, too.
-        named = exists if s.rule.single else decodes
+        named = exists if s.single else decodes
         source = source_of(inside)
         if refs.step.continues is not None:
             source = jnp.where(refs.step.continues[inside] > 0, source, jnp.int32(-1))
@@ -77,7 +77,7 @@ def fill(refs: DecodeRefs, s: KernelStatic) -> None:
     lax.fori_loop(jnp.int32(0), jnp.int32(sequences // some), fill_some, first)
 
 
-def _count_tokens(refs: DecodeRefs, s: KernelStatic, n, source, target, tokens) -> None:
+def _count_tokens(refs: DecodeRefs, s: DecodeStatic, n, source, target, tokens) -> None:
     """Put the place of the tokens of sequence n in its ring into the table, and count the tokens."""
     L, W, zero = jnp.int32(refs.ring_tokens), jnp.int32(s.decode_tokens), jnp.int32(0)
     slot, at = jnp.maximum(source, zero), n * jnp.int32(numbers(1))

@@ -15,13 +15,13 @@ from jax import lax
 
 from chunkwise.shared.kernels import activations, tiles
 from chunkwise.shared.serving import state_pool
-from chunkwise.shared.serving.decode.records import KernelStatic
+from chunkwise.shared.serving.decode.records import DecodeStatic
 
 # How many bfloat16 numbers have a float32 number as their sum.
 PARTS = 3
 
 
-def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s: KernelStatic) -> jax.Array:
+def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s: DecodeStatic) -> jax.Array:
     """Return the convolution of the last W inputs, the oldest first, [n, C] each, with a weight [W, C]."""
     y = taps[0] * weight[:1]
     for j, tap in enumerate(taps[1:], 1):
@@ -29,17 +29,17 @@ def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s
     return activations.activate(y if bias is None else y + bias, s.activation)
 
 
-def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: KernelStatic) -> jax.Array:
+def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: DecodeStatic) -> jax.Array:
     """Return gates [n, lanes] as decays in nats; with a law, which takes A_log and dt_bias, the gates are raw."""
     return g if s.law is None else s.law.decay(g, *s.law.in_range(A_log, dt_bias))
 
 
-def step_size(beta: jax.Array, s: KernelStatic) -> jax.Array:
+def step_size(beta: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the final step sizes [n, HV]."""
     return beta if s.step_size is None else s.step_size * jax.nn.sigmoid(beta)
 
 
-def by_token(x: jax.Array, s: KernelStatic) -> list[jax.Array]:
+def by_token(x: jax.Array, s: DecodeStatic) -> list[jax.Array]:
     """Return the rows of each token of decodes, [n, lanes] each: the rows of a token are one after the other."""
     if s.decode_tokens == 1:
         return [x]
@@ -47,18 +47,18 @@ def by_token(x: jax.Array, s: KernelStatic) -> list[jax.Array]:
     return [x[t * n : (t + 1) * n] for t in range(s.decode_tokens)]
 
 
-def accumulate(g: jax.Array, s: KernelStatic) -> jax.Array:
+def accumulate(g: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the sums of gates from the first token of each decode to each of its tokens."""
     return jnp.concatenate(list(itertools.accumulate(by_token(g, s), jnp.add)))
 
 
-def accumulate_before(g: jax.Array, s: KernelStatic) -> jax.Array:
+def accumulate_before(g: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the sums of gates from the first token of each decode to the token before each of its tokens."""
     parts = by_token(g, s)
     return jnp.concatenate(list(itertools.accumulate(parts[:-1], jnp.add, initial=jnp.zeros_like(parts[0]))))
 
 
-def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: KernelStatic) -> tuple[jax.Array, jax.Array]:
+def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Array, jax.Array]:
     """Return the values that tokens write, and their outputs, [rows, V] for a value head.
 
     Args:
@@ -80,7 +80,7 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: KernelStatic) -> tuple[jax.Ar
                 earlier = g[u + 1] if earlier is None else earlier + g[u + 1]
             since = g[u + 1] if since is None else since + g[u + 1]
             key = erased = jnp.exp(since) * k[u]
-            if s.rule.erase_before_decay:
+            if s.erase_before_decay:
                 erased = k[u] if earlier is None else jnp.exp(earlier) * k[u]
             for j, (x, y) in enumerate(((erase[t], erased), (q[t], key))):
                 found[j] = found[j] + jnp.sum(x * y, axis=1, keepdims=True) * written[u]
@@ -91,18 +91,18 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: KernelStatic) -> tuple[jax.Ar
     return jnp.concatenate(written), jnp.concatenate(outputs)
 
 
-def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: KernelStatic) -> jax.Array:
+def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the norm of a head of the output [n, V] times the activation of its gate."""
     mean = jnp.mean(o * o, axis=1, keepdims=True)
     return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.norm_gate)
 
 
-def row_of(h: int, s: KernelStatic) -> int:
+def row_of(h: int, s: DecodeStatic) -> int:
     """Return the row of value head h in the order [R, H] of rings: value head k R + r is in row r H + k."""
     return h % s.group * s.H + h // s.group
 
 
-def by_row(x, s: KernelStatic) -> list:
+def by_row(x, s: DecodeStatic) -> list:
     """Return a list over value heads in the order of these rows."""
     return [x[h] for h in sorted(range(s.HV), key=lambda h: row_of(h, s))]
 
