@@ -5,7 +5,7 @@ The parts are the short convolution and the gated norm.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +21,36 @@ Results = tuple[jax.Array, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PartOptions:
-    """The static arguments of every part, to which a package adds others.
+    """The static arguments of all parts, as the user gave them; those that a part does not have keep their defaults.
 
     Attributes:
-      implementation: the name that the user gave, or after the checks the name of the implementation that runs.
+      implementation: after the checks it is the name of the implementation that runs.
+      activation, config: of every part.
       sharding, context_axis, output_final_state: as for an operator.
+      norm_before_gate, eps: of the norm.
+      block_size: of the convolution, tokens of a block after which a state is stored; None for no blocks.
+      final: of the convolution, the type of the final states of whole sequences; None if nobody asks for them. The
+        check chooses it.
     """
 
     implementation: str | None
+    activation: str | None
+    config: Any = None
     sharding: Sharding | None
     context_axis: str | tuple[str, ...] | None = None
     output_final_state: bool = False
-
-
-Options = TypeVar("Options", bound=PartOptions)
+    norm_before_gate: bool = True
+    eps: float = 0.0
+    block_size: int | None = None
+    final: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class LayerPart(Generic[Options]):
+class LayerPart:
     """A part of a layer, as its package defines it.
 
     Attributes:
       layout: which dimensions of its arrays are split alike over a mesh; it names all of them.
-      options: the record of its static arguments.
       check: raises ValueError where arguments or options are wrong. Returns the arguments as `run` takes them, which
         may be None, and the options with the name of an implementation.
       run: from arguments by name, without those that are None, and options to the output and the states, or None.
@@ -52,20 +59,17 @@ class LayerPart(Generic[Options]):
     """
 
     layout: partition.Layout
-    options: type[Options]
-    check: Callable[[Arrays, Options], tuple[Arrays, Options]]
-    run: Callable[[Arrays, Options], Results]
+    check: Callable[[Arrays, PartOptions], tuple[Arrays, PartOptions]]
+    run: Callable[[Arrays, PartOptions], Results]
     check_places: Callable[[Arrays, Places], None] | None = None
-    on_device: Callable[[Arrays, Options, Places], Results] | None = None
+    on_device: Callable[[Arrays, PartOptions, Places], Results] | None = None
 
     def __call__(self, named: dict[str, Any]) -> Results:
         """Run the part where its arguments lie: on one device, or on all devices of a mesh.
 
         `named` has all arguments of the call by name.
         """
-        static = self.options(
-            **{field.name: named[field.name] for field in fields(self.options) if field.name in named}
-        )
+        static = PartOptions(**{field.name: named[field.name] for field in fields(PartOptions) if field.name in named})
         arrays, options = self.check({name: named[name] for name in self.layout.arguments}, static)
         arrays = {name: y for name, y in arrays.items() if y is not None}
         # Weights become float32 before devices share them, so that sums of their gradients are rounded only once.

@@ -1,7 +1,7 @@
 """The records of the convolution: over whole sequences, and from and to a pool of states."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,22 +46,6 @@ _POOL_LAYOUT = partition.Layout(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvOptions(PartOptions):
-    """The static arguments of the convolution.
-
-    Attributes:
-      activation, config: as the user gave them.
-      block_size: tokens of a block after which a state is stored; None for no blocks.
-      final: the type of the final states of whole sequences; None if nobody asks for them. The check chooses it.
-    """
-
-    activation: str | None
-    config: tiles.Config | None = None
-    block_size: int | None = None
-    final: jax.Array | None = None
-
-
 def _check_weights(weight, bias, D: int) -> int:
     """Check weight and bias for D channels and return the width."""
     W = checks.check_array("weight", weight, "D W", (D, None))[1]
@@ -83,13 +67,13 @@ def _check_initial_state(initial_state, x, shape: tuple[int, int, int]) -> None:
     checks.check_array("initial_state", initial_state, "N W-1 D", shape)
 
 
-def _choose(options: ConvOptions, on_tpu: str) -> ConvOptions:
+def _choose(options: PartOptions, on_tpu: str) -> PartOptions:
     """Return options with the name of an implementation, which is `on_tpu` on a TPU if the user gave none."""
     name = checks.choose_implementation(options.implementation, ("pallas", "xla"), on_tpu=on_tpu)
     return replace(options, implementation=name)
 
 
-def _check_sequences(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOptions]:
+def _check_sequences(arrays: Arrays, options: PartOptions) -> tuple[Arrays, PartOptions]:
     """Check the arguments of `causal_conv1d`."""
     x, state, boundaries, ids = (arrays[name] for name in ("x", "initial_state", "cu_seqlens", "segment_ids"))
     B, T, D = checks.check_array("x", x, "B T D")
@@ -126,7 +110,7 @@ def _in_order(arrays: Arrays) -> list[Any]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _convolve(arrays: Arrays, options: ConvOptions) -> Results:
+def _convolve(arrays: Arrays, options: PartOptions) -> Results:
     """Run `causal_conv1d` on one device."""
     x, weight, bias, states, cu_seqlens, segment_ids = _in_order(arrays)
     (B, T, D), W, final = x.shape, weight.shape[1], options.final
@@ -151,7 +135,7 @@ def _operands(x, weight, bias, before, s: sequences.ConvSequences, static: kerne
     return kernel.ConvOperands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
 
 
-def _convolve_part(arrays: Arrays, options: ConvOptions, places: devices.Places) -> Results:
+def _convolve_part(arrays: Arrays, options: PartOptions, places: devices.Places) -> Results:
     """Run `causal_conv1d` on every device of a mesh."""
     if lax.axis_size(places[1]) == 1:
         return _convolve(arrays, options)
@@ -161,7 +145,7 @@ def _convolve_part(arrays: Arrays, options: ConvOptions, places: devices.Places)
     return y, None if states is None else jnp.where(ends[:, None, None], states, jnp.zeros((), options.final))
 
 
-def _check_tokens(arrays: Arrays, options: ConvOptions) -> tuple[Any, arguments.Slots, int]:
+def _check_tokens(arrays: Arrays, options: PartOptions) -> tuple[Any, arguments.Slots, int]:
     """Check what any update has, and return its boundaries, its slots and N."""
     given, most = arrays["cu_seqlens"], arrays["num_sequences"]
     B, T, D = checks.check_array("x", arrays["x"], "B T D")
@@ -177,7 +161,7 @@ def _check_tokens(arrays: Arrays, options: ConvOptions) -> tuple[Any, arguments.
     return boundaries, slots, N
 
 
-def _check_update(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOptions]:
+def _check_update(arrays: Arrays, options: PartOptions) -> tuple[Arrays, PartOptions]:
     """Check the arguments of an update of the same kind for all sequences."""
     boundaries, slots, N = _check_tokens(arrays, options)
     checks.check_slots(slots.state_indices, slots.has_initial_state, N)
@@ -187,7 +171,7 @@ def _check_update(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOpt
     return arrays | dict(cu_seqlens=boundaries) | slots._asdict(), chosen
 
 
-def _check_step(arrays: Arrays, options: ConvOptions) -> tuple[Arrays, ConvOptions]:
+def _check_step(arrays: Arrays, options: PartOptions) -> tuple[Arrays, PartOptions]:
     """Check the arguments of a serving step."""
     boundaries, slots, N = _check_tokens(arrays, options)
     states, T = arrays["states"], arrays["x"].shape[1]
@@ -208,7 +192,7 @@ def _check_pool(arrays: Arrays, places: devices.Places) -> None:
     checks.check(not tokens, f"`x` must have tokens that are not split; got them over {tokens}.")
 
 
-def _update_part(arrays: Arrays, options: ConvOptions, places: devices.Places) -> Results:
+def _update_part(arrays: Arrays, options: PartOptions, places: devices.Places) -> Results:
     """Run an update of the same kind for all sequences on every device of a mesh."""
     division = places[0]
     assert division is not None
@@ -218,7 +202,7 @@ def _update_part(arrays: Arrays, options: ConvOptions, places: devices.Places) -
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _update(arrays: Arrays, options: ConvOptions) -> Results:
+def _update(arrays: Arrays, options: PartOptions) -> Results:
     """Run an update of the same kind for all sequences on one device."""
     x, pool, cu_seqlens, slots = arrays["x"], arrays["states"], arrays.get("cu_seqlens"), _slots(arrays)
     if cu_seqlens is not None:
@@ -242,7 +226,7 @@ def _after(arrays: Arrays, before, boundaries) -> Arrays:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _step(arrays: Arrays, options: ConvOptions) -> Results:
+def _step(arrays: Arrays, options: PartOptions) -> Results:
     """Run a serving step: a decode writes a state to a slot after every token, and a prefill after its last token."""
     x, pool, slots, W = arrays["x"], arrays["states"], _slots(arrays), arrays["weight"].shape[1]
     step = step_table.find_step(arrays["cu_seqlens"], slots, pool.shape[0], x.shape[1])
@@ -269,12 +253,12 @@ def _step(arrays: Arrays, options: ConvOptions) -> Results:
     return y, pool
 
 
-SEQUENCES = LayerPart(_LAYOUT, ConvOptions, _check_sequences, _convolve, _check_halo, _convolve_part)
-UPDATE = LayerPart(_POOL_LAYOUT, ConvOptions, _check_update, _update, _check_pool, _update_part)
-STEP = LayerPart(_POOL_LAYOUT, ConvOptions, _check_step, _step, _check_pool)
+SEQUENCES = LayerPart(_LAYOUT, _check_sequences, _convolve, _check_halo, _convolve_part)
+UPDATE = LayerPart(_POOL_LAYOUT, _check_update, _update, _check_pool, _update_part)
+STEP = LayerPart(_POOL_LAYOUT, _check_step, _step, _check_pool)
 
 
-def update_for(named: Arrays) -> LayerPart[ConvOptions]:
+def update_for(named: Arrays) -> LayerPart:
     """Return STEP if there is an argument that only serving steps have, else UPDATE."""
     slots, block_size = _slots(named), named["block_size"]
     none = isinstance(slots.num_decodes, int) and slots.num_decodes == 0

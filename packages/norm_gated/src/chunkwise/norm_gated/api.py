@@ -3,7 +3,7 @@
 import functools
 import numbers
 import string
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,6 @@ from chunkwise.shared.call import checks, configs, unknown_arguments
 from chunkwise.shared.kernels import derivatives
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import partition
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormOptions(PartOptions):
-    """The static arguments of the norm, as the user gave them."""
-
-    activation: str | None
-    norm_before_gate: bool
-    eps: float
-    config: tiles.Config | None
 
 
 @unknown_arguments.explained
@@ -84,10 +74,10 @@ def rms_norm_gated(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate comes from Gated Delta Networks
       (2024) and Mamba-2 (2024).
     """
-    return LayerPart(_layout(getattr(x, "ndim", 1)), NormOptions, _check, _run)(locals())[0]
+    return LayerPart(_layout(getattr(x, "ndim", 1)), _check, _run)(locals())[0]
 
 
-def _check(arrays: partition.Arrays, options: NormOptions) -> tuple[partition.Arrays, NormOptions]:
+def _check(arrays: partition.Arrays, options: PartOptions) -> tuple[partition.Arrays, PartOptions]:
     """Check the arguments of `rms_norm_gated`."""
     x, z, eps = arrays["x"], arrays["z"], options.eps
     shape = checks.check_floating("x", x, "[..., D]")
@@ -128,7 +118,7 @@ def _layout(ndim: int) -> partition.Layout:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _run(arrays: partition.Arrays, options: NormOptions) -> Results:
+def _run(arrays: partition.Arrays, options: PartOptions) -> Results:
     """Run the norm on one device."""
     x, z, weight = (arrays[name] for name in ("x", "z", "weight"))
     s = tile.NormStatic(x.shape[-1], options.activation, bool(options.norm_before_gate), float(options.eps))
