@@ -5,7 +5,6 @@ here all copies are under way at once.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkwise.shared import compat
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import slot_rows
-
-
-class SlotRefs(NamedTuple):
-    """The Refs of both kernels.
-
-    Attributes:
-      slots: int32 [n], a slot of the pool for each row, -1 for none.
-      pool: [slots, ...].
-      rows: [n, ...], in the type of the pool: what `read` returns, and `write` takes.
-      pool_out: the pool after `write`, in the memory of the pool.
-      copies: the semaphore of all copies.
-    """
-
-    slots: jax.Ref
-    pool: jax.Ref
-    rows: jax.Ref
-    pool_out: jax.Ref
-    copies: jax.Ref
 
 
 def takes(pool: jax.Array) -> bool:
@@ -59,42 +41,43 @@ def _read(pool, slots):
 
 def _launch(name: str, pool: jax.Array, slots: jax.Array, rows: jax.Array | None) -> jax.Array:
     """Return the rows of a pool, or with rows the pool after they are written."""
-    slots = pools.existing(slots, pool.shape[0])
+    slots, rows = pools.existing(slots, pool.shape[0]), None if rows is None else rows.astype(pool.dtype)
     anywhere, in_hbm, n = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM), slots.shape[0]
-    result = "rows" if rows is None else "pool"
     shape = (n, *pool.shape[1:]) if rows is None else pool.shape
-    out = launcher.launch(
+    return launcher.pallas_call(
         _copy_rows,
-        SlotRefs,
+        slots,
+        pool,
+        rows,
         name=name,
+        num_scalar_prefetch=1,
         grid=(1,),
         dimension_semantics=("arbitrary",),
-        tables={"slots": slots},
-        inputs={"pool": (pool, in_hbm)} | ({} if rows is None else {"rows": (rows.astype(pool.dtype), anywhere)}),
-        outputs={result: (anywhere if rows is None else in_hbm, shape, pool.dtype)},
-        scratch={"copies": pltpu.SemaphoreType.DMA},
-        in_place={} if rows is None else {"pool": "pool"},
+        in_specs=[in_hbm, None if rows is None else anywhere],
+        out_specs=anywhere if rows is None else in_hbm,
+        out_shape=compat.out_struct(shape, pool.dtype, slots, pool, rows),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+        input_output_aliases={} if rows is None else {1: 0},
+        in_bounds=True,
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * n * (pool.size // pool.shape[0]) * pool.dtype.itemsize
         ),
     )
-    return out[result]
 
 
-def _copy_rows(refs: SlotRefs):
-    """Copy the row of every slot that exists, out of the pool or into it."""
+def _copy_rows(slots_ref, pool_ref, rows_ref, out_ref, copies):
+    """Copy the row of every slot that exists: out of the pool, or into it if there are rows."""
 
     def each(visit, n, _):
-        slot = refs.slots[n]
+        slot = slots_ref[n]
 
         @pl.when(slot >= 0)
         def _():
-            row = refs.rows.at[n]
-            ends = (refs.pool.at[slot], row) if refs.pool_out is None else (row, refs.pool_out.at[slot])
-            visit(pltpu.make_async_copy(*ends, refs.copies))
+            ends = (pool_ref.at[slot], out_ref.at[n]) if rows_ref is None else (rows_ref.at[n], out_ref.at[slot])
+            visit(pltpu.make_async_copy(*ends, copies))
 
     for visit in (pools.start, pools.wait):
-        lax.fori_loop(jnp.int32(0), jnp.int32(refs.slots.shape[0]), functools.partial(each, visit), None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(slots_ref.shape[0]), functools.partial(each, visit), None)
 
 
 # They do the same as `slot_rows.read` and, if no slot is named twice, as `slot_rows.write`.
