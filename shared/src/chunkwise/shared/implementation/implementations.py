@@ -137,7 +137,7 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
     GPUs go through the chunks in a way of their own.
     """
 
-    def on(gpu: bool, x: Arguments, options: Options, **more: Any) -> chunks.Results:
+    def on(gpu: bool, x: Arguments, options: Options, **more: Any) -> tuple[Any, Any, Any]:
         options = with_chunk_size("gpu" if gpu and rule.delta else "xla", x, options)
         if rule.most_rows is not None and not gpu:
             options = options._replace(chunk_size=min(options.chunk_size, rule.most_rows))
@@ -149,11 +149,11 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
 
     def states_after(x: Arguments, options: Options) -> tuple[jax.Array, jax.Array]:
         options = options._replace(output_final_state=True)
-        otherwise = lambda x: on(False, x, options, with_output=False)[1:3]
+        otherwise = lambda x: on(False, x, options, with_output=False)[1:]
 
         def on_gpu(x):
             # On a GPU chunks have another size, so nothing is precomputed; these zeros only have the right shape.
-            states = on(True, x, options, with_output=False).final_state
+            _, states, _ = on(True, x, options, with_output=False)
             return states, compat.varying_zeros(jax.eval_shape(otherwise, x)[1].shape, states)
 
         return platforms.choose(on_gpu, otherwise, x)
@@ -163,7 +163,7 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
 
     def chunk_states(x: Arguments, options: Options) -> jax.Array:
         options = options._replace(output_final_state=True)
-        find = lambda gpu, x: chunks.run(rule, x, options, gpu, with_output=False, keep_states=True).states[None]
+        find = lambda gpu, x: chunks.run(rule, x, options, gpu, with_output=False, keep_states=True)[2][None]
         return platforms.choose(functools.partial(find, True), functools.partial(find, False), x)
 
     found = in_plain_jax(state_map, 2) if rule.delta else None

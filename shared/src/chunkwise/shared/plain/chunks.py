@@ -145,22 +145,6 @@ class Rule(NamedTuple):
     delta: bool = True
 
 
-class Results(NamedTuple):
-    """The results of `run`; each is None unless it was asked for.
-
-    Attributes:
-      o: [B, T, HV, V] in the type of v.
-      final_state: [N, HV, K, V] float32.
-      inverses: the inverses of all chunks [NT, B HV, C, C].
-      states: the states before all chunks [NT, B HV, K, V], meaningless for the first chunk of a sequence.
-    """
-
-    o: jax.Array | None
-    final_state: jax.Array | None
-    inverses: jax.Array | None
-    states: jax.Array
-
-
 class _Starts(NamedTuple):
     """For every chunk: whether its sequence begins in it, whether it ends in it, and the sequence's number."""
 
@@ -207,16 +191,17 @@ def _filled(tree: object, missing: object) -> Any:
 def run(
     rule: Rule, x: arguments.Arguments, options: arguments.Options, on_gpu: bool, *, with_output: bool = True,
     keep_states: bool = False, inverses: object = None,
-) -> Results:  # fmt: skip
-    """Return the results for prepared arguments.
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Return the output [B, T, HV, V], the final states [N, HV, K, V], and what is kept; None for what is not wanted.
 
     Args:
       rule: the rule of the operator.
       x: prepared arguments; initial states may have more channels than v, whose missing values are zeros.
       options: options with a chunk size.
       on_gpu: whether to go through the chunks in the way of a GPU.
-      with_output: whether to return the output; otherwise a CPU returns the inverses.
-      keep_states: whether to return the states before all chunks; only without an output.
+      with_output: whether to return the output; otherwise a CPU keeps the inverses of all chunks [NT, B HV, C, C].
+      keep_states: whether to keep the states before all chunks [NT, B HV, K, V] instead; only without an output. For
+        the first chunk of a sequence they are meaningless.
       inverses: the inverses of the same tokens, if they are known; only on a CPU.
     """
     cu_seqlens = x.cu_seqlens
@@ -270,9 +255,8 @@ def run(
             finals = starts.store(jnp.concatenate([before[1:], S[None]]), finals)
         if with_output:
             o = jnp.moveaxis((x.scale * o).reshape(-1, B, HV, C, V), 2, 3).reshape(-1, B * C, HV, V).astype(x.v.dtype)
-            return (S, finals), (o, None, None)
-        before = state_scan.select_states(*_initial(starts, h0), before) if keep_states else None
-        return (S, finals), (None, A_inv, before)
+            return (S, finals), (o, None)
+        return (S, finals), (None, state_scan.select_states(*_initial(starts, h0), before) if keep_states else A_inv)
 
     n = chunks.NC // B
     count, size = _divide(rule, n, B * HV, C, on_gpu)
@@ -286,14 +270,14 @@ def run(
     if gates is not None and rule.decays is not None:
         gates = rule.decays(gates, masks)
     carry, out = _over_spans(count, size, keep, span, (S, finals), (tokens, gates, beta, masks, starts, inverses))
-    (S, finals), (o, inverses, states) = carry, trees.at(out, slice(n))
+    (S, finals), (o, kept) = carry, trees.at(out, slice(n))
     if with_output:
         o = chunks.gather(jnp.moveaxis(o.reshape(-1, B, C, HV, V), 1, 0).reshape(B, -1, HV, V))
     if nonfinite is not None:
         o = isolation.keep_apart(o, x.v, nonfinite, cu_seqlens)
     if options.output_final_state:
         finals = S.reshape(B, HV, K, channels) if finals is None else finals[:-1]
-    return Results(o, finals, inverses, states)
+    return o, finals, kept
 
 
 def _one_by_one(form: Form, v, S, starts: _Starts | None, h0, A_inv, keep: bool) -> tuple[Any, Any, Any, Any]:
