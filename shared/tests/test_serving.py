@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels.spans import chunk_spans, pools
@@ -84,6 +85,17 @@ def test_pieces_lie_within_the_stream(cu_seqlens):
     table = jax.device_get(pieces(np.array(cu_seqlens, np.int32)))
     assert_steps(table, N)
     assert np.sum(chunk_spans.Piece(table, np.s_[:], C).closes) == NT
+
+
+@pytest.mark.parametrize(("begin", "end", "blocks"), [(0, 128, 4), (0, 128, 1), (22, T, 2), (0, 96, 3), (0, 100, 3)])
+def test_a_sequence_that_ends_with_the_stream_writes_its_slot(begin, end, blocks):
+    """The state after its last block goes to a slot of its own, from the same tokens."""
+    starts, ends, slot = (jnp.array([n], jnp.int32) for n in (begin, end, 8))
+    routes = pools.Routes(starts, ends, slot, slot[:, None], jnp.arange(blocks, dtype=jnp.int32)[None])
+    table, count = chunk_spans.pool_spans(end, C, routes, BLOCK)
+    piece = chunk_spans.Piece(table[:, : int(count)], np.s_[:], C)
+    written = np.asarray(piece.target)[np.asarray(piece.last) == 1]
+    np.testing.assert_array_equal(written, [*range(min(blocks, (end - begin) // BLOCK)), 8])
 
 
 def test_blocks_that_no_sequence_can_fill():

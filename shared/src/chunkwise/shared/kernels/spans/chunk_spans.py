@@ -93,7 +93,9 @@ def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     reads = jnp.where(first, source, jnp.int32(-1))
     sources, targets = pools.resident_slots(reads, written)
     unowned = (p.chunk * C < start[0]) | ((p.chunk + 1) * C > jnp.max(jnp.where(filled, end, jnp.int32(0))))
-    count = jnp.max(jnp.where(rows | p.opens, spans + 1, jnp.int32(1)))
+    # A sequence that ends with a block has a piece without rows behind the block, which writes its slot.
+    run = rows | p.opens if routes.blocks is None else rows | p.opens | (written >= 0)
+    count = jnp.max(jnp.where(run, spans + 1, jnp.int32(1)))
     p = p._replace(sequence=sources, first=first, last=written >= 0)
     return _table_of_pieces(p, C, unowned, reads >= 0, targets), count
 
