@@ -97,9 +97,9 @@ def decays(
       scale: the scale of the outputs, float32.
       same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
       pairs: the decays of pairs that the caller reads.
-      parts: bfloat16 tiles whose sum is g, to multiply in the place of g. Zeros and ones are exact in bfloat16, too, so
-        one pass of the matrix unit loses nothing. None for g itself, if JAX differentiates the sums, because it would
-        round the gradient of a bfloat16 tile.
+      parts: bfloat16 tiles to multiply in the place of g, whose sum has as many bits of g as products need. Zeros and
+        ones are exact in bfloat16, too, so one pass of the matrix unit loses nothing. None for g itself, if JAX
+        differentiates the sums, because it would round the gradient of a bfloat16 tile.
     """
     C, parts = g.shape[1], parts or (g,)
     spans, found = _boundary_spans(C, same), ()

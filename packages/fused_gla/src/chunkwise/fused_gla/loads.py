@@ -46,10 +46,14 @@ def key_heads(refs: GlaRefs, s: GlaStatic, heads: slice) -> slice:
     return slice(heads.start // group, -(-heads.stop // group))
 
 
+def _product_dtype(refs: GlaRefs) -> jnp.dtype:
+    """Return the type of products of the tensors that a launch has."""
+    return matmul.operand_dtype(*(x.dtype for x in (refs.q, refs.unread, refs.k, refs.v) if x is not None))
+
+
 def load_tensors(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
     """Return q, k [key heads, C, K] and v [heads, C, V] in the type of products; None for a q that is not read."""
-    keys, q_ref = key_heads(refs, s, heads), refs.unread if refs.q is None else refs.q
-    dtype = matmul.operand_dtype(q_ref.dtype, refs.k.dtype, refs.v.dtype)
+    keys, dtype = key_heads(refs, s, heads), _product_dtype(refs)
     q, k = (None if ref is None else load(ref, s.K, s, chunk, keys).astype(dtype) for ref in (refs.q, refs.k))
     return q, k, load(refs.v, s.V, s, chunk, heads).astype(dtype)
 
@@ -58,8 +62,7 @@ def pairs_of(refs: GlaRefs, s: GlaStatic) -> channels.Pairs:
     """Return how the decays of pairs are made; gates per head have a decay for every pair."""
     if not s.per_channel:
         return channels.Pairs.NONE
-    bf16 = matmul.operand_dtype(refs.q.dtype, refs.k.dtype, refs.v.dtype) == jnp.bfloat16
-    return channels.Pairs.PRODUCT if bf16 else channels.Pairs.LEVELS
+    return channels.Pairs.PRODUCT if _product_dtype(refs) == jnp.bfloat16 else channels.Pairs.LEVELS
 
 
 def load_gates(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
@@ -81,10 +84,15 @@ def load_row(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice, 
 def _load_parts(
     refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return gates per channel, and bfloat16 tiles whose sum is exactly these gates."""
+    """Return gates per channel, and bfloat16 tiles to add up in their place, whose sum is the gates.
+
+    For products of bfloat16 tensors, which have 8 bits, the sum has 16 bits of the gates: a decay e^G is wrong by at
+    most 2^-18 |G| e^G, which is less than 2^-19.
+    """
     g = load_gates(refs, s, chunk, heads)
     # For bfloat16 gates, clipped or not, one tile is enough.
-    return g, matmul.bf16_parts(g, 1 if refs.g.dtype == jnp.bfloat16 else 3)
+    count = 1 if refs.g.dtype == jnp.bfloat16 else 2 if _product_dtype(refs) == jnp.bfloat16 else 3
+    return g, matmul.bf16_parts(g, count)
 
 
 def load_levels(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[jax.Array, ...]:
