@@ -10,6 +10,7 @@ masks. With states a grid step is a piece of a block of chunks, with tokens of o
 boundary where its state comes in or goes out, and only chunks that the piece does not cover wholly select rows.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from chunkwise.fused_gla import channels, config, loads, normaliser, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
 from chunkwise.fused_gla.refs import GlaRefs
-from chunkwise.shared.kernels import launcher, tiles, windows
+from chunkwise.shared.kernels import launcher, matmul, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
 
 
@@ -81,11 +82,10 @@ def _set_ones(ref) -> None:
     ref[...] = jnp.ones_like(ref)
 
 
-def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, queries: bool) -> dict[str, tuple]:
+def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, queries: str | None) -> dict[str, tuple]:
     """Return the operands of a launch by name, each with its BlockSpec; a grid step has `heads` value heads.
 
-    Without `queries`, one block of q, which nobody reads, stays an operand, so that vmap over q alone gives all results
-    the same batch axis.
+    `queries` is the Ref of q, None for no q. Of "unread" one block, which nobody reads, is an operand.
     """
     keys, share = s.key_blocks(heads)
     key, value = cut.tokens(keys * s.K, share), cut.tokens(heads * s.V)
@@ -95,7 +95,8 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
     # These are whole rows, because a single number would be broadcast over the lanes at every use.
     g_gamma = None if x.g_gamma is None else jnp.broadcast_to(tiles.clip_gate(x.g_gamma), (s.HV, 1, s.C))
     return {
-        "q" if queries else "unread": (x.q, key if queries else cut.unread()),
+        "q": (x.q if queries == "q" else None, key),
+        "unread": (x.q if queries == "unread" else None, cut.unread()),
         "k": (x.k, key),
         "v": (x.v, value),
         "g": (g, gate),
@@ -141,10 +142,15 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     if x.pool is not None:
         available["pool_out"] = cut.target(*slot), x.pool.shape, x.pool.dtype
     kind = "fwd" if with_output else "states" if "h" in outputs else "summary"
+    # The launch of states takes the place of the forward, and vmap over q alone must give both the same batch axis.
+    queries = {"fwd": "q", "states": "unread", "summary": None}[kind]
+    if kind == "summary":
+        dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
+        x = dataclasses.replace(x, k=x.k.astype(dtype), v=x.v.astype(dtype))
     return launcher.launch(
         functools.partial(_gla_fwd_kernel, s=s),
         GlaRefs,
-        inputs=inputs_of(x, s, cut, heads, with_output) | {"pool": (x.pool, cut.state(*slot))},
+        inputs=inputs_of(x, s, cut, heads, queries) | {"pool": (x.pool, cut.state(*slot))},
         outputs=available,
         requested=outputs,
         # The state needs scratch memory unless the output ht holds it.

@@ -212,11 +212,11 @@ def launch_state(x: GlaOperands, s: GlaStatic) -> jax.Array:
     # Queries and the gradients of outputs act on the gradient of the state as keys and values act on the state.
     dtype = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype)
     q, heads, cut = x.q.astype(dtype), s.config.heads, chunk_loop.blocks_backwards(s)
-    x = dataclasses.replace(x, q=q, k=q, v=x.do.astype(dtype), initial_state=x.dht)
+    x = dataclasses.replace(x, k=q, v=x.do.astype(dtype), initial_state=x.dht)
     return launcher.launch(
         functools.partial(_gla_bwd_state_kernel, s=s),
         GlaRefs,
-        inputs=kernel.inputs_of(x, s, cut, heads, queries=False),
+        inputs=kernel.inputs_of(x, s, cut, heads, queries=None),
         outputs={"ht": (cut.state(heads, *s.state), (s.N, s.HV, *s.state), jnp.float32)},
         **kernel.launched(x, s, "bwd_state", heads, output=False),
     )["ht"]
@@ -238,7 +238,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         return {"dh0": launch_state(x, s)}
     heads, cut = s.config.heads_bwd, chunk_loop.blocks_backwards(s)
     (keys, share), state, value = s.key_blocks(heads), (heads, *s.state), cut.tokens(heads * s.V)
-    inputs = kernel.inputs_of(x, s, cut, heads, queries=True)
+    inputs = kernel.inputs_of(x, s, cut, heads, queries="q")
     gate, gates = inputs["g"][1], (s.B, chunking.num_chunks(s.T, s.C), s.HV, 1, s.C)
     if s.per_channel:
         gates = s.B, s.T, s.HV * s.K

@@ -68,6 +68,19 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     return sizes
 
 
+def for_states(x: Arguments, options: Options) -> Options:
+    """Return options with larger chunks for gates per channel, if a grid step takes as many heads of them.
+
+    Without scores, the work of a token does not grow with the chunk, and a state goes through half as many chunks.
+    """
+    if not _per_channel(x) or options.config is not None:
+        return options
+    best = tuning.best_chunk_size("fused", x.q.shape[1], state=x.k.shape[3] * x.v.shape[3])
+    larger = options._replace(chunk_size=max(options.chunk_size, best))
+    found, otherwise = _default_config(x, larger), _default_config(x, options)
+    return larger if found is not None and otherwise is not None and found.heads >= otherwise.heads else options
+
+
 def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
     """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
@@ -111,6 +124,7 @@ KERNELS = fused.Kernels(
     optional=("g", "g_gamma", "log_weight", "least"),
     transposed=True,
     makes_map=_per_channel,
+    for_states=for_states,
 )
 
 

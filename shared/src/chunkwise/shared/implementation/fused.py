@@ -58,6 +58,8 @@ class Kernels(NamedTuple):
       several_chunks: whether a piece may have several chunks: up to `config.chunks`, and with a backward no more than
         `config.chunks_bwd`.
       owner_repeats: from static, how often the owners of the tokens of a chunk are repeated side by side.
+      for_states: from arguments and options to the options of the map and of the gradient of initial states alone. They
+        may say other chunks, unless there are `precomputed` results.
     """
 
     config_for: Callable[[Arguments, Options], Any]
@@ -75,6 +77,7 @@ class Kernels(NamedTuple):
     most_channels: int = 0
     several_chunks: bool = False
     owner_repeats: Callable[[Any], int] = lambda static: 1
+    for_states: Callable[[Arguments, Options], Options] = lambda x, options: options
 
 
 def by_chunks(several: ModuleType, one: ModuleType, **options: str) -> Launch:
@@ -333,6 +336,7 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
 
 def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -> state_map.Found:
     """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
+    options = kernels.for_states(x, options)
     options = options._replace(config=kernels.config_for(x, options))
     if x.beta is None or kernels.makes_map(x):
         N, M, precomputed = _launch_states(kernels, x, options, with_M and kernels.makes_map(x))
@@ -371,6 +375,7 @@ def state_gradient(
     dstates: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Return the gradient of the initial states alone, from the cotangents of `run`."""
+    options = kernels.for_states(x, options)
     options = options._replace(config=kernels.config_for(x, options), output_final_state=True)
     do, x = launcher.scaled(do, x.scale), x._replace(scale=None)
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
