@@ -6,7 +6,6 @@ of the weight.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from chunkwise.norm_gated import config as tiles
 from chunkwise.norm_gated import tile
+from chunkwise.shared import compat
 from chunkwise.shared.kernels import launcher, windows
 
 # Rows of a register of float32.
@@ -39,56 +39,40 @@ def _load(ref, rows, lanes) -> jax.Array:
     return ref[rows, lanes].astype(jnp.float32)
 
 
-class NormRefs(NamedTuple):
-    """The Refs of both kernels; None for a Ref that a launch does not have."""
-
-    x: jax.Ref  # [rows, lanes]
-    z: jax.Ref  # [rows, lanes]
-    weight: jax.Ref  # [1, lanes]
-    dy: jax.Ref  # [rows, lanes]
-    y: jax.Ref  # [rows, lanes]
-    dx: jax.Ref  # [rows, lanes]
-    dz: jax.Ref  # [rows, lanes]
-    dweight: jax.Ref  # [8, lanes]
-
-
-def _fwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: tiles.Config):
+def _fwd_kernel(x_ref, z_ref, weight_ref, y_ref, *, s: tile.NormStatic, config: tiles.Config):
     """Write y of a block."""
 
     def compute(rows, lanes):
-        x, z = (_load(ref, rows, lanes) for ref in (refs.x, refs.z))  # [strip, lanes]
-        refs.y[rows, lanes] = tile.forward(x, z, refs.weight[:, lanes], s).astype(refs.y.dtype)
+        x, z = (_load(ref, rows, lanes) for ref in (x_ref, z_ref))  # [strip, lanes]
+        y_ref[rows, lanes] = tile.forward(x, z, weight_ref[:, lanes], s).astype(y_ref.dtype)
 
-    _strips(config, refs.x.shape[1], s.D, compute)
+    _strips(config, x_ref.shape[1], s.D, compute)
 
 
-def _bwd_kernel(refs: NormRefs, *, s: tile.NormStatic, config: tiles.Config, rows: int):
+def _bwd_kernel(
+    x_ref, z_ref, weight_ref, dy_ref, dx_ref, dz_ref, dweight_ref, *, s: tile.NormStatic, config: tiles.Config,
+    rows: int,
+):  # fmt: skip
     """Write dx and dz of a block; add up the gradient of the weight over the blocks of a core's part, in 8 rows."""
     part, grid_step = pl.program_id(0), pl.program_id(2)
     first = (part * pl.num_programs(2) + grid_step) * jnp.int32(config.rows)
 
     @pl.when(grid_step == 0)
     def _():
-        refs.dweight[...] = jnp.zeros_like(refs.dweight)
-
-    # The last part may have fewer blocks than the others.
-    pl.when(first < jnp.int32(rows))(functools.partial(_add_block, refs, first, s, config, rows))
-
-
-def _add_block(refs: NormRefs, first: jax.Array, s: tile.NormStatic, config: tiles.Config, rows: int) -> None:
-    """Write dx and dz of a block whose first row is `first`, and add its gradient of the weight."""
+        dweight_ref[...] = jnp.zeros_like(dweight_ref)
 
     def compute(at, lanes):
-        x, z, dy = (_load(ref, at, lanes) for ref in (refs.x, refs.z, refs.dy))  # [strip, lanes]
-        dx, dz, dweight = tile.backward(x, z, refs.weight[:, lanes], dy, s)
-        refs.dx[at, lanes], refs.dz[at, lanes] = dx.astype(refs.dx.dtype), dz.astype(refs.dz.dtype)
+        x, z, dy = (_load(ref, at, lanes) for ref in (x_ref, z_ref, dy_ref))  # [strip, lanes]
+        dx, dz, dweight = tile.backward(x, z, weight_ref[:, lanes], dy, s)
+        dx_ref[at, lanes], dz_ref[at, lanes] = dx.astype(dx_ref.dtype), dz.astype(dz_ref.dtype)
         if rows % config.rows:
             row = first + at.start + lax.broadcasted_iota(jnp.int32, dweight.shape, 0)
             dweight = jnp.where(row < jnp.int32(rows), dweight, 0.0)
         # Whole registers are added; the sum over the 8 rows of a register is left to the caller.
-        refs.dweight[:, lanes] += jnp.sum(dweight.reshape(-1, _SUBLANES, dweight.shape[1]), axis=0)
+        dweight_ref[:, lanes] += jnp.sum(dweight.reshape(-1, _SUBLANES, dweight.shape[1]), axis=0)
 
-    _strips(config, refs.x.shape[1], s.D, compute)
+    # The last part may have fewer blocks than the others.
+    pl.when(first < jnp.int32(rows))(functools.partial(_strips, config, x_ref.shape[1], s.D, compute))
 
 
 def launch(
@@ -98,7 +82,7 @@ def launch(
     s: tile.NormStatic,
     config: tiles.Config,
     dy: jax.Array | None = None,
-) -> dict[str, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Run the forward kernel, or with dy the backward one.
 
     Args:
@@ -108,7 +92,7 @@ def launch(
       config: tile sizes.
 
     Returns:
-      A dict. Forward: y, shaped and typed as x. Backward: dx and dz, shaped and typed as x and z, and dweight, float32
+      A tuple. Forward: y, shaped and typed as x. Backward: dx and dz, shaped and typed as x and z, and dweight, float32
       [n, groups * D], to be summed over n.
     """
     rows, width = x.shape
@@ -117,29 +101,21 @@ def launch(
     steps = -(-blocks // parts)
     # A grid step past the last block keeps the index of the last block and does nothing.
     block = pl.BlockSpec((config.rows, lanes), lambda i, j, n: (jnp.minimum(i * steps + n, blocks - 1), j))
-    sums = windows.along((_SUBLANES, lanes), 0, 1)
-    body, outputs = functools.partial(_fwd_kernel, s=s, config=config), {"y": (block, x.shape, x.dtype)}
+    body, operands = functools.partial(_fwd_kernel, s=s, config=config), (x, z, weight)
+    out_specs, like = (block,), (x,)
     if dy is not None:
-        body = functools.partial(_bwd_kernel, s=s, config=config, rows=rows)
-        outputs = {
-            "dx": (block, x.shape, x.dtype),
-            "dz": (block, z.shape, z.dtype),
-            "dweight": (sums, (parts * _SUBLANES, width), jnp.float32),
-        }
-    return launcher.launch(
+        body, operands = functools.partial(_bwd_kernel, s=s, config=config, rows=rows), (x, z, weight, dy)
+        sums = jax.ShapeDtypeStruct((parts * _SUBLANES, width), jnp.float32)
+        out_specs, like = (block, block, windows.along((_SUBLANES, lanes), 0, 1)), (x, z, sums)
+    return launcher.pallas_call(
         body,
-        NormRefs,
+        *operands,
         name=f"rms_norm_gated_{'fwd' if dy is None else 'bwd'}_d{s.D}",
         # Parts and blocks of groups are independent; the blocks of a part add to the same sums.
         grid=(parts, -(-width // lanes), steps),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        inputs={
-            "x": (x, block),
-            "z": (z, block),
-            "weight": (weight, windows.along((1, lanes), None, 1)),
-            "dy": (dy, block),
-        },
-        outputs=outputs,
-        in_bounds=False,
+        in_specs=[block, block, windows.along((1, lanes), None, 1), block][: len(operands)],
+        out_specs=out_specs,
+        out_shape=tuple(compat.out_struct(y.shape, y.dtype, *operands) for y in like),
         cost_estimate=tiles.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )

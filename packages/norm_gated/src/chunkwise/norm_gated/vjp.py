@@ -11,16 +11,16 @@ from chunkwise.norm_gated import config, kernel, tile
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic, config: config.Config) -> jax.Array:
     """Return y for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D]."""
-    return kernel.launch(x, z, weight, s, config)["y"]
+    return kernel.launch(x, z, weight, s, config)[0]
 
 
 def _forward(x, z, weight, s, config):
-    return kernel.launch(x, z, weight, s, config)["y"], (x, z, weight)
+    return kernel.launch(x, z, weight, s, config)[0], (x, z, weight)
 
 
 def _backward(s, config, residuals, dy):
-    d = kernel.launch(*residuals, s, config, dy)
-    return d["dx"], d["dz"], jnp.sum(d["dweight"], axis=0, keepdims=True)
+    dx, dz, dweight = kernel.launch(*residuals, s, config, dy)
+    return dx, dz, jnp.sum(dweight, axis=0, keepdims=True)
 
 
 norm.defvjp(_forward, _backward)
