@@ -67,7 +67,7 @@ def _load_tokens(refs: DecodeRefs) -> None:
         refs.tokens.side_by_side[:T, lanes] = refs.tokens.named[name][...].astype(jnp.float32)
         # The row for sequences without a token.
         refs.tokens.side_by_side[T:, lanes] = jnp.zeros((1, lanes.stop - lanes.start), jnp.float32)
-    for name, weight in zip(("x0", "x1", "x2"), refs.layer.w, strict=False):
+    for name, weight in zip(("x0", "x1", "x2"), refs.work.w, strict=False):
         refs.work.taps[:, refs.lanes[name]] = weight[...].astype(jnp.float32).T
     # The output of a token is zero if no sequence has the token.
     refs.tokens.outputs[...] = jnp.zeros_like(refs.tokens.outputs)
@@ -213,7 +213,7 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
         )
         if s.eps is not None:
             first = refs.lanes["z"].start + h * s.V
-            o = tile.norm_head(o, refs.tokens.rows[:, first : first + s.V], refs.layer.norm[...].astype(jnp.float32), s)
+            o = tile.norm_head(o, refs.tokens.rows[:, first : first + s.V], refs.work.norm[...].astype(jnp.float32), s)
         # The output replaces channels that have been read; there are more channels than outputs.
         refs.tokens.rows[:, at] = o
     for place, start in enumerate(starts):
@@ -287,8 +287,8 @@ def _store_tokens(buffer: jax.Ref, s: DecodeStatic, b, heads: list[jax.Array]) -
 def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> list[jax.Array]:
     """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
     x = refs.tokens.rows[:, refs.lanes[f"x{j}"]]
-    if refs.layer.w:
-        weight, biases = refs.work.taps[:, refs.lanes[f"x{j}"]], refs.layer.b
+    if refs.work.w:
+        weight, biases = refs.work.taps[:, refs.lanes[f"x{j}"]], refs.work.b
         before, after = refs.buffers.conv_in[j], refs.buffers.conv_out[j]
         width, W = weight.shape[0], s.decode_tokens
         inputs = [*(before[b, :, t].astype(jnp.float32) for t in range(width - 1)), *tile.by_token(x, s)]
@@ -312,7 +312,7 @@ def _by_head(channels: list[jax.Array], heads: int, D: int) -> list[jax.Array]:
 def _gates(refs: DecodeRefs, s: DecodeStatic) -> list[jax.Array]:
     """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
     g = refs.tokens.rows[:, refs.lanes["g"]]
-    of_law = refs.layer.A_log, refs.layer.dt_bias
+    of_law = refs.work.A_log, refs.work.dt_bias
     A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in of_law)
     size = g.shape[1] // s.HV
     if size == 1:

@@ -70,21 +70,6 @@ class TokenRefs(NamedTuple):
         return {name: ref for name, ref in named.items() if ref is not None}
 
 
-class LayerRefs(NamedTuple):
-    """The weights of a layer; empty or None where the kernel runs an operator alone.
-
-    Attributes:
-      w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
-      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
-    """
-
-    w: tuple[jax.Ref, ...]
-    b: tuple[jax.Ref, ...]
-    A_log: jax.Ref
-    dt_bias: jax.Ref
-    norm: jax.Ref
-
-
 class PoolRefs(NamedTuple):
     """The pools in HBM, updated in place.
 
@@ -143,9 +128,11 @@ class BufferRefs(NamedTuple):
 
 
 class WorkRefs(NamedTuple):
-    """What a grid step computes with.
+    """What a grid step computes with: the weights of a layer, empty or None for an operator alone, and buffers.
 
     Attributes:
+      w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
+      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
       taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
       parts: float32 [HV 8 m, K], parts of keys and queries; products: float32 [HV 8 m, V], parts times states.
       ring_parts: the same for reads from rings; None if they are the same.
@@ -157,6 +144,11 @@ class WorkRefs(NamedTuple):
       between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
     """
 
+    w: tuple[jax.Ref, ...]
+    b: tuple[jax.Ref, ...]
+    A_log: jax.Ref
+    dt_bias: jax.Ref
+    norm: jax.Ref
     taps: jax.Ref
     parts: jax.Ref
     ring_parts: jax.Ref
@@ -175,7 +167,6 @@ class DecodeRefs(NamedTuple):
 
     step: StepRefs
     tokens: TokenRefs
-    layer: LayerRefs
     pools: PoolRefs
     buffers: BufferRefs
     work: WorkRefs
@@ -188,7 +179,7 @@ class DecodeRefs(NamedTuple):
         known |= dict(x=arrays("x"), w=arrays("w"), b=arrays("b"), conv=arrays("conv", "_out"))
         known |= dict(conv_in=arrays("in"), conv_out=arrays("out"))
 
-        kinds: Any = StepRefs, TokenRefs, LayerRefs, PoolRefs, BufferRefs, WorkRefs
+        kinds: Any = StepRefs, TokenRefs, PoolRefs, BufferRefs, WorkRefs
         return cls(*(kind(**{name: known.get(name) for name in kind._fields}) for kind in kinds))
 
     @property
