@@ -128,11 +128,9 @@ class BufferRefs(NamedTuple):
 
 
 class WorkRefs(NamedTuple):
-    """What a grid step computes with: the weights of a layer, empty or None for an operator alone, and buffers.
+    """What a grid step computes with: buffers, and the weights of a layer, empty or None for an operator alone.
 
     Attributes:
-      w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
-      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
       taps: float32 [W, channels of all arrays], the weights of the convolution with channels in the lanes.
       parts: float32 [HV 8 m, K], parts of keys and queries; products: float32 [HV 8 m, V], parts times states.
       ring_parts: the same for reads from rings; None if they are the same.
@@ -142,13 +140,10 @@ class WorkRefs(NamedTuple):
         folded_decay: float32 [HV, K], the decays of its states.
       made: float32 [m, HV V], the values that the tokens write.
       between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
+      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
+      w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
     """
 
-    w: tuple[jax.Ref, ...]
-    b: tuple[jax.Ref, ...]
-    A_log: jax.Ref
-    dt_bias: jax.Ref
-    norm: jax.Ref
     taps: jax.Ref
     parts: jax.Ref
     ring_parts: jax.Ref
@@ -160,6 +155,11 @@ class WorkRefs(NamedTuple):
     folded_decay: jax.Ref
     made: jax.Ref
     between: jax.Ref
+    A_log: jax.Ref
+    dt_bias: jax.Ref
+    norm: jax.Ref
+    w: tuple[jax.Ref, ...]
+    b: tuple[jax.Ref, ...]
 
 
 class DecodeRefs(NamedTuple):
