@@ -140,8 +140,8 @@ class WorkRefs(NamedTuple):
         folded_decay: float32 [HV, K], the decays of its states.
       made: float32 [m, HV V], the values that the tokens write.
       between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
-      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
       w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
+      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
     """
 
     taps: jax.Ref
@@ -155,10 +155,10 @@ class WorkRefs(NamedTuple):
     folded_decay: jax.Ref
     made: jax.Ref
     between: jax.Ref
+    w: tuple[jax.Ref, ...]
     A_log: jax.Ref
     dt_bias: jax.Ref
     norm: jax.Ref
-    w: tuple[jax.Ref, ...]
     b: tuple[jax.Ref, ...]
 
 
