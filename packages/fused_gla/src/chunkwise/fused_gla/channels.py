@@ -21,6 +21,7 @@ its pair is in no product, because it would be larger than all others where gate
 
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,16 @@ class Pairs(enum.Enum):
     NONE = enum.auto()
     LEVELS = enum.auto()
     PRODUCT = enum.auto()
+
+
+class Factors(NamedTuple):
+    """The factors of one product for all pairs, [h, C, K]; those of rows are times the scale.
+
+    The factors of rows are not `GlaDecays.from_start`, which is zero in rows that do not read the state.
+    """
+
+    rows: jax.Array
+    columns: jax.Array
 
 
 def _levels(C: int) -> list[int]:
@@ -111,14 +122,14 @@ def decays(
         *found, up_to, after = _sums([*levels, *spans], parts)
     from_start = scale * jnp.exp(up_to)
     return GlaDecays(
-        pairs=tuple(jnp.exp(x) for x in found)
-        if pairs is not Pairs.PRODUCT
-        else jnp.where(up_to < LEAST_SUM, 0.0, jnp.exp(-up_to)),
+        pairs=tuple(jnp.exp(x) for x in found) if pairs is not Pairs.PRODUCT else Factors(
+            from_start, jnp.where(up_to < LEAST_SUM, 0.0, jnp.exp(-up_to))
+        ),
         from_start=from_start,
         to_end=jnp.exp(after),
         through=jnp.exp(jnp.sum(g, axis=1, keepdims=True)),
         scale=scale,
-    )
+    )  # fmt: skip
 
 
 def _each(heads: int, *x: jax.Array) -> tuple[jax.Array, ...]:
@@ -136,8 +147,8 @@ def scores(q: jax.Array, k: jax.Array, decays: GlaDecays, same: jax.Array | None
     Without the pairs that one product leaves over.
     """
     C, heads = q.shape[1], decays.to_end.shape[0]
-    if isinstance(decays.pairs, jax.Array):
-        product = matmul.dot_nt(*_decayed(q, k, decays))  # [h, C, C]
+    if isinstance(decays.pairs, Factors):
+        product = matmul.dot_nt(*_decayed(q, k, decays.pairs))  # [h, C, C]
         P = jnp.where(within(tiles.strictly_lower(C), same), product, 0.0)
     else:
         P = level_scores(q, k, decays.pairs, decays.scale, same)
@@ -156,10 +167,10 @@ def level_scores(q: jax.Array, k: jax.Array, levels, scale, same: jax.Array | No
     return scale * P
 
 
-def _decayed(q: jax.Array, k: jax.Array, decays: GlaDecays) -> tuple[jax.Array, jax.Array]:
+def _decayed(q: jax.Array, k: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
     """Return queries times the factors of rows, and keys times those of columns, [h, C, K] in the type of products."""
-    q, k = (tiles.repeat_heads(x, decays.pairs.shape[0]) for x in (q, k))
-    return scaled(q, decays.from_start), scaled(k, decays.pairs)
+    q, k = (tiles.repeat_heads(x, factors.columns.shape[0]) for x in (q, k))
+    return scaled(q, factors.rows), scaled(k, factors.columns)
 
 
 def scores_bwd(dP: jax.Array, q: jax.Array, k: jax.Array, decays: GlaDecays, same: jax.Array | None = None):
@@ -170,12 +181,12 @@ def scores_bwd(dP: jax.Array, q: jax.Array, k: jax.Array, decays: GlaDecays, sam
       or of the rows of one product, less those of its columns.
     """
     (_, C, _), heads = q.shape, len(dP)
-    if isinstance(decays.pairs, jax.Array):
+    if isinstance(decays.pairs, Factors):
         pairs = jnp.where(within(tiles.strictly_lower(C), same), dP, 0.0).astype(q.dtype)
-        rows, columns = _decayed(q, k, decays)
+        rows, columns = _decayed(q, k, decays.pairs)
         dq, dk = matmul.dot(pairs, columns), matmul.dot_tn(pairs, rows)  # [h, C, K]
         exponents = rows.astype(jnp.float32) * dq - columns.astype(jnp.float32) * dk
-        dq, dk = decays.from_start * dq, decays.pairs * dk
+        dq, dk = decays.pairs.rows * dq, decays.pairs.columns * dk
     else:
         dq, dk, exponents = level_scores_bwd(dP, q, k, decays.pairs, decays.scale, same)
     q, k = _each(heads, q, k)
@@ -200,12 +211,12 @@ def level_scores_bwd(dP: jax.Array, q: jax.Array, k: jax.Array, levels, scale, s
 
 def any_left_over(decays: GlaDecays) -> jax.Array:
     """Return whether one product leaves pairs of the chunk over."""
-    return jnp.min(decays.pairs) == 0.0
+    return jnp.min(decays.pairs.columns) == 0.0
 
 
 def left_over(x: jax.Array, decays: GlaDecays) -> jax.Array:
     """Return keys or their gradients for every value head, with zeros in the channels of columns of the one product."""
-    columns = decays.pairs
+    columns = decays.pairs.columns
     return jnp.where(columns == 0.0, tiles.repeat_heads(x, len(columns)), jnp.zeros((), x.dtype))
 
 

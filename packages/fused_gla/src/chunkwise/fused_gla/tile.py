@@ -27,12 +27,11 @@ from chunkwise.shared.kernels.spans import layout
 
 
 class GlaDecays(NamedTuple):
-    """The decays of a chunk, at most 1; those that lead to outputs are times the scale.
+    """The decays of a chunk, at most 1 but for `channels.Factors`; those that lead to outputs are times the scale.
 
     Attributes:
       pairs: [h, C, C], scale times the decay from token j to token i >= j of one sequence, else 0. For gates per
-        channel the result of `channels.level_decays`, or nothing; or, for one product of all pairs, the factors of its
-        columns [h, C, K], which may exceed 1, and from_start has those of its rows.
+        channel `channels.Factors`, or the result of `channels.level_decays`, or nothing.
       from_start: [h, C, 1 or K], scale times the decay from the start of the chunk, or of the token's sequence in it,
         to the token.
       to_end: [h, C, 1 or K], the decay from the token to the end of the chunk, or of its sequence in it.
