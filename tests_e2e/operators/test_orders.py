@@ -3,6 +3,7 @@
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ IN_TURN = "m" + "xp" * 5 + "amm" * 4
 KERNELS = {
     ("kda", "fwd"): ("pm" * 8, 130),
     ("kda", "summary"): ("pm" * 8, 130),
+    ("kda", "map of two"): ("x" * 5 + "p" * 7 + "a" * 16 + "m" * 16, 512),
     ("fused_gdn", "map"): ("m" + "xpm" * 8 + "p" + "a" * 4, 130),
     ("fused_gdn", "map of two"): (IN_TURN + IN_TURN.upper(), 512),
     ("fused_gdn", "precomputed"): ("pm" * 8, 130),
@@ -27,7 +29,9 @@ THOROUGH = dict(test_orders_change_no_bit=True)
 def test_orders_change_no_bit(package, kernel):
     (plain, T), HV = KERNELS[package, kernel], 16 if package == "kda" else 32
     H = 1 if kernel == "map of two" else 16  # all stages may share a key head
-    x = Arguments(**make_inputs(1, T, H, HV, 8, 8, per_channel=package == "kda"))
+    dtype = jnp.bfloat16 if (package, kernel) == ("kda", "map of two") else jnp.float32
+    K = 72 if dtype == jnp.bfloat16 else 8
+    x = Arguments(**make_inputs(1, T, H, HV, K, K, per_channel=package == "kda", dtype=dtype))
     fused = importlib.import_module(f"chunkwise.{package}.operator").OPERATOR.implementations["fused"]
 
     def run(x):

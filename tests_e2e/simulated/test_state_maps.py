@@ -21,6 +21,10 @@ OPERATORS = {
     "gated_delta_rule": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1, chunks=2)),
     "gated_delta_rule in turns": (gdn_operator.OPERATOR, fused_gdn.Config(1, 1, turns=2)),
     "kda": (kda_operator.OPERATOR, kda.Config(1, 1, chunks=2)),
+    # Two heads share the lanes, and the map takes two chunks a grid step.
+    "kda in twos": (kda_operator.OPERATOR, kda.Config(2, 2)),
+    "gdn2 in twos": (two_keys_operator.GDN2, two_keys.Config(2, 2)),
+    "comba in twos": (two_keys_operator.COMBA, two_keys.Config(2, 2)),
     "gdn2": (two_keys_operator.GDN2, two_keys.Config(1, 1)),
     "comba": (two_keys_operator.COMBA, two_keys.Config(1, 1)),
     "gla": (gla_operator.GLA, fused_gla.Config(1, 1, 2)),
@@ -34,27 +38,33 @@ BATCHES = {
     "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 20),
     "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 20),
     "eight chunks": ({}, (2, 128), 20),
+    "eight large chunks": ({}, (1, 512), 120),
     # The identity does not fit beside the states, and takes a launch of its own.
     "wide": ({}, (1, 20), 250),
 }
 
 
 CASES = [("rows", 1), ("chunks", 1), ("pack", 2), ("segments", 1), ("wide", 1)]
-CASES = [(operator, *case) for operator in OPERATORS if "turns" not in operator for case in CASES]
+CASES = [(operator, *case) for operator in OPERATORS if " in " not in operator for case in CASES]
+CASES += [("gated_delta_rule in turns", "eight chunks", 1)]
+CASES += [(operator, "eight large chunks", 1) for operator in OPERATORS if operator.endswith("twos")]
 
 
-@pytest.mark.parametrize(("operator", "batch", "cores"), [*CASES, ("gated_delta_rule in turns", "eight chunks", 1)])
+@pytest.mark.parametrize(("operator", "batch", "cores"), CASES)
 def test_state_map(operator, batch, cores):
     """The map takes any state to the state after the tokens, and the operator takes the arrays that it precomputed."""
     (record, config), (sequences, sizes, V) = OPERATORS[operator], BATCHES[batch]
     fused, entry = record.implementations["fused"], operators.OPERATORS[f"chunk_{operator.partition(' ')[0]}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
-    x = inputs.make_inputs(*sizes, 1, 2, K, V, per_channel=entry.per_channel, erase=entry.erase, num_states=count)
+    dtype, chunk_size = ("bfloat16", 64) if batch == "eight large chunks" else ("float32", 16)
+    x = inputs.make_inputs(
+        *sizes, 1, 2, K, V, per_channel=entry.per_channel, erase=entry.erase, num_states=count, dtype=jnp.dtype(dtype)
+    )
     x |= {} if entry.delta else dict(beta=None)
-    start, options = x["initial_state"], arguments.Options(True, chunk_size=16, config=config)
+    start, options = x["initial_state"], arguments.Options(True, chunk_size=chunk_size, config=config)
     given = lambda x, start: (fused, arguments.Arguments(**x | dict(initial_state=start), **sequences), options)
     rng = np.random.default_rng(1)
-    do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), jnp.float32) for name in ("v", "initial_state"))
+    do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), x[name].dtype) for name in ("v", "initial_state"))
 
     @jax.jit
     def programs(x, start, do, dht):
@@ -67,11 +77,11 @@ def test_state_map(operator, batch, cores):
     poisoned = inputs.poison_padding(finite, **sequences)
     states, M, o, final_state, dh0 = programs(x | poisoned, start, do, dht)
     want_o, want, gradients = oracle.reference(**finite, **sequences, do=do, dht=dht)
-    compare.assert_close("o", o, want_o, compare.TOLERANCE["float32"])
-    compare.assert_close("final_state", final_state, want, compare.TOLERANCE["float32"])
-    compare.assert_close("dh0", dh0, gradients["initial_state"], compare.GRADIENT_TOLERANCE["float32"])
+    compare.assert_close("o", o, want_o, compare.TOLERANCE[dtype])
+    compare.assert_close("final_state", final_state, want, compare.TOLERANCE[dtype])
+    compare.assert_close("dh0", dh0, gradients["initial_state"], compare.GRADIENT_TOLERANCE[dtype])
     if M is not None:  # else it is the sum of the gates
         # No kernel makes the map of an empty sequence.
         some = np.diff(sequences["cu_seqlens"]) > 0 if "cu_seqlens" in sequences else np.full(count, True)
         mapped = M * start if M.shape[3] == 1 else jnp.matmul(M, start, precision="highest")
-        compare.assert_close("mapped", (states + mapped)[some], want[some], compare.TOLERANCE["float32"])
+        compare.assert_close("mapped", (states + mapped)[some], want[some], compare.TOLERANCE[dtype])

@@ -92,7 +92,7 @@ KERNELS = fused.Kernels(
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),
     precomputed=("A_inv",),
-    makes_map=lambda x: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= state_map.MOST_CHANNELS,
+    makes_map=lambda x, _: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= state_map.MOST_CHANNELS,
     several_chunks=True,
     owner_repeats=lambda static: static.p,
 )

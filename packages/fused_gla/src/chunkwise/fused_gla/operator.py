@@ -123,7 +123,7 @@ KERNELS = fused.Kernels(
     residuals=("h",),
     optional=("g", "g_gamma", "log_weight", "least"),
     transposed=True,
-    makes_map=_per_channel,
+    makes_map=lambda x, _: _per_channel(x),
     for_states=for_states,
 )
 

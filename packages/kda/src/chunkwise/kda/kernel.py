@@ -22,9 +22,10 @@ Chunks of a packed batch without states, or of rows of segments, may hold severa
 with such a chunk compute with masks. Sequences that are not finite are zero there in all products, see
 shared.kernels.spans.nonfinite, and all their results in that chunk, in all heads of the block, become NaN.
 
-Where tokens are split over devices, the same kernel first runs without the output o: it takes states with more channels
-than v through the tokens, and writes A_inv and the scores. With these as inputs, the second run makes only the decays
-from the start and to the end of chunks, and no product until it has the state.
+Where tokens are split over devices, a map of them is made first: by `kernel_map`, or by the same kernel without the
+output o, which takes states with more channels than v through the tokens, and writes A_inv and the scores. With these
+as inputs, the second run makes only the decays from the start and to the end of chunks, and no product until it has
+the state.
 
 The [C, C] matrices of p heads lie side by side in the lanes ("packed", see shared.kernels.packed).
 """
@@ -138,7 +139,9 @@ def rounded_betas(
     return factors, packed.side_lanes(betas[:, None], static.p) if beta_rows is None else beta_rows
 
 
-def prepare(refs: KdaRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: KdaStatic):
+def prepare(
+    refs: KdaRefs, n: int, load_q, load_unit, gates, betas, valid, masks, static: KdaStatic, upright: bool = True
+):
     """Return the arrays of cur, for the pack of heads that begins with n, that the next grid step needs.
 
     Args:
@@ -147,6 +150,7 @@ def prepare(refs: KdaRefs, n: int, load_q, load_unit, gates, betas, valid, masks
       load_q, load_unit: the results of `by_head`.
       gates, betas: the results of `loads.load_gates`.
       valid, masks: of the rows of cur, as in `StageChunk`.
+      upright: as in `tile.pack_scores`.
 
     Returns:
       The result of `pack_boundary`, and the result of `pack_scores`, or None if the scores are precomputed.
@@ -168,7 +172,9 @@ def prepare(refs: KdaRefs, n: int, load_q, load_unit, gates, betas, valid, masks
     loads.store_block_decays(refs.decays, g, base, continuing, first, refs.law is None, early)
     decays, beta = loads.load_decays(refs.decays, pack, K, base, early), tiles.to_column(betas[n : n + p, None])
     # If the scores are precomputed, no decay between two rows of the chunk is needed.
-    scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype) if refs.A_inv is None else None
+    scores = None
+    if refs.A_inv is None:
+        scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype, upright)
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
@@ -185,6 +191,10 @@ def prepare_exactly(refs: KdaRefs, n: int, gates, betas, beta_rows, valid, masks
     of_levels = refs._replace(levels=refs.exact_levels)
     _, scores = prepare(of_levels, n, load_q, load_unit, gates, betas, valid, masks, exact)
     assert scores is not None
+    if refs.scores_prev is not None:
+        chosen = jnp.where(tile.twice(beyond) > 0.0, scores, tile.transposed(refs.scores_prev[n : n + p]))
+        refs.scores_prev[n : n + p] = jnp.swapaxes(chosen[0], 0, 1).reshape(p, C, 2 * C)
+        return
 
     def store(ref, x) -> None:
         chosen = packed.concat_lanes([beyond] * (x.shape[2] // (p * C)))

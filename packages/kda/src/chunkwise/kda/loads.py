@@ -103,8 +103,8 @@ def of_chunks(refs: KdaRefs, static: KdaStatic, heads: int) -> list[KdaRefs]:
     def of_chunk(i: int):
         each = lambda count: slice(i * count, (i + 1) * count)
         at: dict[str, Any] = dict.fromkeys(tokens, each(static.C)) | dict.fromkeys(entries, i)
-        at |= dict.fromkeys(("readers", "ends", "through"), each(heads))
-        at |= dict.fromkeys(("A", "blocks", "P"), each(heads // static.p))
+        at |= dict.fromkeys(("readers", "ends", "through", "u", "erase_new", "scores_prev"), each(heads))
+        at |= dict.fromkeys(("A", "blocks", "P", "beta_prev"), each(heads // static.p))
         at["decays"] = slice(None), each(heads * static.K // packed.LANES)
         return layout.view(refs, at)
 

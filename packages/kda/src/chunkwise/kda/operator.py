@@ -1,16 +1,18 @@
 """The record of Kimi delta attention: its checks, the layout of its arrays, its kernels and its plain form."""
 
+import functools
 import numbers
+from typing import Any
 
 import jax.numpy as jnp
 
-from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, tile, xla
+from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.call import checks, configs, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
-from chunkwise.shared.kernels import matmul, packed
+from chunkwise.shared.kernels import launcher, matmul, packed
 from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
@@ -90,6 +92,22 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     )  # fmt: skip
 
 
+def makes_map(x: Arguments, options: Options) -> bool:
+    """Return whether `kernel_map` makes the map: it pads the channels of M and of the states each by itself."""
+    K, V = x.q.shape[3], x.v.shape[3]
+    channels = packed.pad_lanes(K) + packed.pad_lanes(V)
+    fits = channels == packed.pad_lanes(K + V) <= state_map.MOST_CHANNELS
+    alone = x.cu_seqlens is None and x.segment_ids is None
+    return fits and alone and kernel_map.takes(static_for(x, options, frozenset()), _dtype(x))
+
+
+def launch_states(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
+    """Run the launch that only takes states through the tokens; without M, it is a forward without an output."""
+    if "M" in outputs:
+        return launcher.launch(**kernel_map.plan(x, static, outputs, operator))
+    return fused.by_chunks(kernel_chunks, kernel, operator=operator)(x, static, outputs)
+
+
 def kernels(operator: str) -> fused.Kernels:
     """Return the kernels of an operator, which have its name."""
     forward = fused.by_chunks(kernel_chunks, kernel, operator=operator)
@@ -100,10 +118,11 @@ def kernels(operator: str) -> fused.Kernels:
         lay_out,
         forward,
         lambda x, static, outputs: kernel_bwd.finish(backward(x, static, outputs), x, static),
-        forward,
+        functools.partial(launch_states, operator=operator),
         residuals=("h", "v_new_over_beta", "A_inv", "scores"),
         precomputed=("A_inv", "scores"),
         transposed=True,
+        makes_map=makes_map,
         most_channels=state_map.MOST_CHANNELS,
         several_chunks=True,
     )

@@ -53,6 +53,13 @@ class KdaRefs(NamedTuple):
     nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
     owner_prev: jax.Ref  # int32 [1, 1, C]; of several chunks an operand
 
+    # Of `kernel_map`, whose state is float32 [heads, K, V + K], and ends float32 [heads, C, K].
+    M: jax.Ref  # [heads, K, K], transposed
+    scores_prev: jax.Ref  # float32 [heads, C, 2 C], not transposed
+    beta_prev: jax.Ref  # float32 [n, 1, p C]
+    u: jax.Ref  # float32 [heads, C, V] of prev
+    erase_new: jax.Ref  # parts of w, by which the new values of prev read the state, [heads, 2 C, K]
+
     # Of the backward.
     do: jax.Ref  # [C, heads V]
     dht: jax.Ref  # [heads, V, K]

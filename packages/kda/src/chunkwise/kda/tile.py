@@ -342,7 +342,9 @@ def transposed(x):
     return jnp.swapaxes(x.reshape(p * C, R), 0, 1)[None]
 
 
-def pack_scores(q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype) -> jax.Array:
+def pack_scores(
+    q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype, upright: bool = True
+) -> jax.Array:
     """Return the packed scores of queries above the scores of erase keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
@@ -351,8 +353,11 @@ def pack_scores(q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMa
       levels: `level_table`.
       masks: the masks of a chunk that holds several sequences, or None.
       dtype: the type of operands of products.
+      upright: otherwise the result is `transposed` later, and masks must be None.
     """
     interaction = interaction_tile(q, e, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
+    if not upright:
+        return interaction
     scores = transposed(interaction)  # [1, 2 C, p C]
     return scores if masks is None else jnp.where(packed_pairs(masks.same, len(q)), scores, 0.0)
 

@@ -52,7 +52,8 @@ class Kernels(NamedTuple):
       precomputed: the outputs of `states` that `forward` takes, if it runs after `states`; they are residuals, too.
       optional: the operands, named as arguments, whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
-      makes_map: whether `states` makes M, the matrices of an `AffineMap`, for these arguments.
+      makes_map: whether `states` makes M, the matrices of an `AffineMap`, for these arguments and
+        options with a config.
       most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
         identity beside the states.
       several_chunks: whether a piece may have several chunks: up to `config.chunks`, and with a backward no more than
@@ -73,7 +74,7 @@ class Kernels(NamedTuple):
     precomputed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     transposed: bool = False
-    makes_map: Callable[[Arguments], bool] = lambda x: False
+    makes_map: Callable[[Arguments, Options], bool] = lambda x, options: False
     most_channels: int = 0
     several_chunks: bool = False
     owner_repeats: Callable[[Any], int] = lambda static: 1
@@ -338,8 +339,9 @@ def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -
     """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
     options = kernels.for_states(x, options)
     options = options._replace(config=kernels.config_for(x, options))
-    if x.beta is None or kernels.makes_map(x):
-        N, M, precomputed = _launch_states(kernels, x, options, with_M and kernels.makes_map(x))
+    makes_map = kernels.makes_map(x, options)
+    if x.beta is None or makes_map:
+        N, M, precomputed = _launch_states(kernels, x, options, with_M and makes_map)
         return affine_scan.AffineMap(M, N), precomputed
 
     def states_after(x: Arguments) -> tuple[jax.Array, Any]:
