@@ -61,7 +61,10 @@ def test_state_map(operator, batch, cores):
         *sizes, 1, 2, K, V, per_channel=entry.per_channel, erase=entry.erase, num_states=count, dtype=jnp.dtype(dtype)
     )
     x |= {} if entry.delta else dict(beta=None)
-    start, options = x["initial_state"], arguments.Options(True, chunk_size=chunk_size, config=config)
+    start = x["initial_state"]
+    options = arguments.Options(
+        True, chunk_size=chunk_size, config=config, erase_before_decay=record.erase_before_decay
+    )
     given = lambda x, start: (fused, arguments.Arguments(**x | dict(initial_state=start), **sequences), options)
     rng = np.random.default_rng(1)
     do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), x[name].dtype) for name in ("v", "initial_state"))

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="need
 # Plain kernels of chunks and those of the gated delta rule over devices are compiled every time.
 THOROUGH = dict(
     test_split_tokens_compile=True,
+    test_map_of_many_heads_compiles=True,
     # A gradient compiles the forward pass too, and a pack has all that a batch has.
     test_forward_and_backward_compile=lambda packed: not packed,
     test_raw_gates_compile=True,
@@ -84,3 +85,11 @@ def test_split_tokens_compile(chip):
 
     launches = compile_over_tokens(run, tokens(1, 256, 1, 2, 64, 100, dtype, per_channel=True), others, chip)
     assert launches == [f"chunk_kda_{kind}_c16" for kind in ("bwd", "bwd_state", "fwd", "summary")]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_map_of_many_heads_compiles(chip):
+    """The map takes two chunks a grid step in long rows of many heads."""
+    run = lambda x, _: chunk_kda(**x, implementation="fused", sharding=PartitionSpec(None, "tokens"))
+    launches = compile_over_tokens(run, tokens(1, 2048, 16, 16, 128, 128, per_channel=True), None, chip)
+    assert launches == ["chunk_kda_fwd_c64", "chunk_kda_summary_c64"]
