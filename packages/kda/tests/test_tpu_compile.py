@@ -89,7 +89,7 @@ def test_split_tokens_compile(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_map_of_many_heads_compiles(chip):
-    """The map takes two chunks a grid step in long rows of many heads."""
+    """The map takes two chunks a grid step in long rows of many heads, where matrix units are wide."""
     run = lambda x, _: chunk_kda(**x, implementation="fused", sharding=PartitionSpec(None, "tokens"))
     launches = compile_over_tokens(run, tokens(1, 2048, 16, 16, 128, 128, per_channel=True), None, chip)
     assert launches == ["chunk_kda_fwd_c64", "chunk_kda_summary_c64"]

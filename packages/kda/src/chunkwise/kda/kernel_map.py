@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.kda import config, kernel, kernel_chunks, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.kda.refs import KdaRefs
-from chunkwise.shared import tuning
+from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
@@ -41,11 +41,13 @@ CHUNKS, STAGES, TOGETHER = 2, 3, 4
 def takes(static: KdaStatic, dtype) -> bool:
     """Return whether the launch is for these rows, each of one sequence: long ones of many heads, in bfloat16.
 
-    Other maps are made by `kernel`, which takes the identity beside the states.
+    Other maps are made by `kernel`, which takes the identity beside the states, as are those of narrow matrix units,
+    for which nobody has compared the two.
     """
     long = static.in_long_spans().chunks == 1 and static.spans >= 4 * CHUNKS
     whole = static.readable % (CHUNKS * static.C) == 0
-    return long and whole and dtype == jnp.bfloat16 and static.p == 2 and 2 * static.C == packed.LANES
+    wide = compat.matrix_columns() > 128
+    return long and whole and wide and dtype == jnp.bfloat16 and static.p == 2 and 2 * static.C == packed.LANES
 
 
 def _map_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
