@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import config, loads, tile, tile_bwd
@@ -17,6 +18,9 @@ from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.kda.refs import KdaRefs
 from chunkwise.shared.kernels import packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, nonfinite, schedule, stage_chunks
+
+# Of several chunks in a grid step, a group has so many heads; one chunk may have more.
+GROUP = 8
 
 
 def _bwd_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
@@ -117,8 +121,10 @@ def token_gradients(
     # The products of the levels are made pack by pack.
     by_pack = []
     for n in range(0, heads, p):
+        pack = slice(n, n + p)
         factors = tile.level_factors(loads.load_decays(refs.decays, range(n, n + p), K, static.base, early))
-        by_pack.append(_of_pack(x, n, factors, refs.levels[...], d_scores, dtype, static))
+        tensors = x.q[pack], x.e[pack], x.k[pack], d_scores[n // p : n // p + 1]
+        by_pack.append(_of_pack(*tensors, factors, refs.levels[...], dtype, static))
         yield
     *by_pack, of_pairs = zip(*by_pack, strict=True)
     # [heads, 2 C, K], [heads, C, K] and [heads, C, K] or None
@@ -129,12 +135,10 @@ def token_gradients(
     return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta), d_scores
 
 
-def _of_pack(x: loads.Loaded, n: int, factors, levels, d_scores, dtype, static: KdaStatic):
-    """Return the result of `tile_bwd.interaction_bwd_tile` for the pack of heads that begins with n."""
-    pack, d_pack = slice(n, n + static.p), d_scores[n // static.p : n // static.p + 1]  # [1, 2 C, p C]
+def _of_pack(q, e, k, d_scores, factors, levels, dtype, static: KdaStatic):
+    """Return the result of `tile_bwd.interaction_bwd_tile` for a pack of heads, d_scores [1, 2 C, p C] among them."""
     by_level, early = tile_bwd.sums_by_level(static.base, dtype), static.erase_before_decay
-    tensors = x.q[pack], x.e[pack], x.k[pack]
-    return tile_bwd.interaction_bwd_tile(*tensors, factors, levels, d_pack, static.p, dtype, by_level, early)
+    return tile_bwd.interaction_bwd_tile(q, e, k, factors, levels, d_scores, static.p, dtype, by_level, early)
 
 
 def store_beyond_base(
@@ -168,22 +172,27 @@ def gradients_beyond_base(
 ) -> Gradients:
     """Return gradients with the pairs of rows that base blocks cannot have, by a product for every level.
 
-    The arguments are as in `store_beyond_base`. Of other rows nothing is added to their queries.
+    The arguments are as in `store_beyond_base`. Of other rows nothing is added to their queries. A loop takes the packs
+    one after the other, so that this rare path is compiled once, and they read their tensors from scratch memory.
     """
     heads, C, K, p, early, dtype = len(x.k), static.C, static.K, static.p, static.erase_before_decay, refs.do.dtype
 
-    def of_pack(n: int) -> None:
-        pack = range(n, n + p)
-        g = loads.kept_gates(refs.decays, pack, K)
-        loads.store_block_decays(refs.exact_decays, g, 1, in_nats=False, erase_before_decay=early)
-        exact = loads.load_decays(refs.exact_decays, range(p), K, 1, early)
-        factors = tile_bwd.factors_beyond_base(exact, loads.load_decays(refs.decays, pack, K, static.base, early))
-        found = _of_pack(x, n, factors, refs.exact_levels[...], d_scores, dtype, static)
-        refs.beyond[n : n + p] = packed.concat_rows(found[:3])
+    def of_pack(i, _) -> None:
+        pack = [i * jnp.int32(p) + jnp.int32(n) for n in range(p)]
 
+        @pl.when(loads.beyond_base(refs.decays, pack, K))
+        def _():
+            g, at = loads.kept_gates(refs.decays, pack, K), pl.ds(pack[0], p)
+            loads.store_block_decays(refs.exact_decays, g, 1, in_nats=False, erase_before_decay=early)
+            exact = loads.load_decays(refs.exact_decays, range(p), K, 1, early)
+            factors = tile_bwd.factors_beyond_base(exact, loads.load_decays(refs.decays, pack, K, static.base, early))
+            tensors = jnp.split(refs.tensors[at], 3, axis=1)
+            found = _of_pack(*tensors, refs.d_scores[i][None], factors, refs.exact_levels[...], dtype, static)
+            refs.beyond[at] = packed.concat_rows(found[:3])
+
+    refs.tensors[:heads], refs.d_scores[: heads // p] = packed.concat_rows([x.q, x.e, x.k]), d_scores
     refs.beyond[...] = jnp.zeros(refs.beyond.shape, jnp.float32)
-    for n in range(0, heads, p):
-        pl.when(loads.beyond_base(refs.decays, range(n, n + p), K))(functools.partial(of_pack, n))
+    lax.fori_loop(jnp.int32(0), jnp.int32(heads // p), of_pack, None)
     dq, de, dk, terms = (refs.beyond[:heads, i * C : (i + 1) * C] for i in range(4))
     dg = first.dg + tile_bwd.gate_gradients(terms, None, same, dtype)
     if first.de is None:
@@ -307,7 +316,9 @@ def plan(
     decays = functools.partial(loads.decays_scratch, C=C, K=K, base=1 if may_forget else base, erase_before_decay=early)
     scratch: dict[str, Any] = {"decays": decays(static.chunks * heads)}
     if may_forget:
-        scratch |= {"exact_decays": decays(p), "beyond": (static.chunks * heads, 4 * C, K)}
+        most = min(static.chunks * heads, max(heads, GROUP))
+        scratch |= {"exact_decays": decays(p), "beyond": (most, 4 * C, K)}
+        scratch |= {"tensors": (most, 3 * C, K), "d_scores": (most // p, 2 * C, p * C)}
     if "dh0" not in outputs:
         scratch["dstate"] = heads, V, K
     if x.owner is not None and base > 1:

@@ -19,9 +19,6 @@ from chunkwise.shared import trees
 from chunkwise.shared.kernels import packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
-# Heads of a group of chunks.
-GROUP = 8
-
 
 class KdaGroup(NamedTuple):
     """A group of chunks.
@@ -79,7 +76,7 @@ def _grid_step(
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
     views, groups, finished = loads.of_chunks(refs, static, static.config.heads_bwd), [], []
     # Every chunk has masks of its own.
-    size = max(1, GROUP // static.config.heads_bwd) if chunks[0].masks is None else 1
+    size = max(1, kernel_bwd.GROUP // static.config.heads_bwd) if chunks[0].masks is None else 1
 
     def prepare() -> Iterator[None]:
         for first in reversed(range(0, static.chunks, size)):

@@ -5,6 +5,7 @@ decays. Decays between the rows of a chunk are kept in scratch memory.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,8 +58,8 @@ def store_block_decays(
     return jnp.stack(least) if zeroed else None
 
 
-def load_decays(ref, heads: range, K: int, base: int, erase_before_decay: bool) -> tile.ChannelDecays:
-    """Return the decays of some heads from the scratch memory that `store_block_decays` filled."""
+def load_decays(ref, heads: Sequence, K: int, base: int, erase_before_decay: bool) -> tile.ChannelDecays:
+    """Return the decays of some heads, by their numbers, from the scratch memory that `store_block_decays` filled."""
     each = K // packed.LANES
 
     def load(i):
@@ -67,16 +68,16 @@ def load_decays(ref, heads: range, K: int, base: int, erase_before_decay: bool) 
     return tile.chunk_decays([load(i) for i in range(tile.count_decays(base, erase_before_decay))], base)
 
 
-def kept_gates(ref, heads: range, K: int) -> jax.Array:
+def kept_gates(ref, heads: Sequence, K: int) -> jax.Array:
     """Return the gates [C, heads K] of some heads that `store_block_decays` kept, to base 2."""
-    each = K // packed.LANES
-    return jnp.concatenate([ref[ref.shape[0] - 1, n] for n in range(heads.start * each, heads.stop * each)], axis=1)
+    each, last = K // packed.LANES, ref.shape[0] - 1
+    return jnp.concatenate([ref[last, n * each + m] for n in heads for m in range(each)], axis=1)
 
 
-def beyond_base(ref, heads: range, K: int) -> jax.Array:
-    """Return whether base blocks cannot have some row of the heads, from scratch memory that has their factors."""
+def beyond_base(ref, heads: Sequence, K: int) -> jax.Array:
+    """Return whether base blocks cannot have some row of consecutive heads, from scratch memory with their factors."""
     each = K // packed.LANES
-    return jnp.min(ref[0, heads.start * each : heads.stop * each]) < jnp.float32(tile.LEAST_FACTOR)
+    return jnp.min(ref[0, pl.ds(heads[0] * each, len(heads) * each)]) < jnp.float32(tile.LEAST_FACTOR)
 
 
 def rows_beyond_base(ref, pack: range, K: int, C: int) -> jax.Array:

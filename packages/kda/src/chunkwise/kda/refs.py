@@ -75,4 +75,7 @@ class KdaRefs(NamedTuple):
     dlaw: jax.Ref  # [2, heads K]
     dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
     exact_decays: jax.Ref  # as decays, of a pack, without base blocks
-    beyond: jax.Ref  # float32 [heads, 4 C, K], of `gradients_beyond_base`
+    # Of `gradients_beyond_base`, float32.
+    tensors: jax.Ref  # [heads, 3 C, K]
+    d_scores: jax.Ref  # [n, 2 C, p C]
+    beyond: jax.Ref  # [heads, 4 C, K]
