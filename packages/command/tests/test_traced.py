@@ -11,8 +11,8 @@ OPERATIONS = {
     "chunk_gated_delta_rule": {"fwd": 5_800, "states": 1_800, "bwd": 3_600},
     "chunk_simple_gla": {"fwd": 240, "bwd": 2_100},
     "chunk_gla": {"fwd": 640, "bwd": 1_350},
-    "chunk_kda": {"fwd": 14_500, "bwd": 13_800},
-    "chunk_gdn2": {"fwd": 14_600, "bwd": 28_800},
+    "chunk_kda": {"fwd": 14_500, "bwd": 10_300},
+    "chunk_gdn2": {"fwd": 14_600, "bwd": 22_900},
 }
 HEADS = {"chunk_gated_delta_rule": (16, 32), "chunk_simple_gla": (64, 64), "chunk_gla": (16, 16)}
 THOROUGH = dict(test_operations=lambda name: name in ("chunk_kda", "chunk_gdn2", "chunk_gated_delta_rule"))
