@@ -186,8 +186,8 @@ def gradients_beyond_base(
             loads.store_block_decays(refs.exact_decays, g, 1, in_nats=False, erase_before_decay=early)
             exact = loads.load_decays(refs.exact_decays, range(p), K, 1, early)
             factors = tile_bwd.factors_beyond_base(exact, loads.load_decays(refs.decays, pack, K, static.base, early))
-            tensors = jnp.split(refs.tensors[at], 3, axis=1)
-            found = _of_pack(*tensors, refs.d_scores[i][None], factors, refs.exact_levels[...], dtype, static)
+            q, e, k = jnp.split(refs.tensors[at], 3, axis=1)
+            found = _of_pack(q, e, k, refs.d_scores[i][None], factors, refs.exact_levels[...], dtype, static)
             refs.beyond[at] = packed.concat_rows(found[:3])
 
     refs.tensors[:heads], refs.d_scores[: heads // p] = packed.concat_rows([x.q, x.e, x.k]), d_scores
