@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import channels, config, loads, normaliser, tile
-from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.fused_gla.refs import GlaRefs
+from chunkwise.fused_gla.operands import GlaOperands, GlaRefs, GlaStatic
 from chunkwise.shared.kernels import launcher, matmul, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import channels, kernel, loads, normaliser, tile
-from chunkwise.fused_gla.operands import GlaOperands, GlaStatic
-from chunkwise.fused_gla.refs import GlaRefs
+from chunkwise.fused_gla.operands import GlaOperands, GlaRefs, GlaStatic
 from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule
 from chunkwise.shared.kernels.spans.stage_chunks import StageChunk

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.fused_gla import channels, tile
-from chunkwise.fused_gla.operands import GlaStatic
-from chunkwise.fused_gla.refs import GlaRefs
+from chunkwise.fused_gla.operands import GlaRefs, GlaStatic
 from chunkwise.shared.kernels import matmul, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.stage_chunks import StageChunk

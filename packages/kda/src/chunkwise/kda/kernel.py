@@ -41,8 +41,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import config, loads, tile
-from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.kda.refs import KdaRefs
+from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks

@@ -14,8 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import config, loads, tile, tile_bwd
-from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.kda.refs import KdaRefs
+from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared.kernels import packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, nonfinite, schedule, stage_chunks
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.kda import kernel_bwd, loads, tile_bwd
-from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.kda.refs import KdaRefs
+from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import trees
 from chunkwise.shared.kernels import packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks

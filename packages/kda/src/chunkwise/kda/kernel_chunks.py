@@ -20,8 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.kda import kernel, loads
-from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.kda.refs import KdaRefs
+from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import inverse
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks

@@ -28,8 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import config, kernel, kernel_chunks, loads, tile
-from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.kda.refs import KdaRefs
+from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks

@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
-from chunkwise.kda.operands import KdaOperands, KdaStatic
-from chunkwise.kda.refs import KdaRefs
+from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared.kernels import matmul, packed, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
 

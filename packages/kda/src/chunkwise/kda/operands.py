@@ -1,6 +1,7 @@
-"""The operands and the static description of KDA's kernels, with fields that other operators do not have."""
+"""The operands, the static description and the Refs of KDA's kernels."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 
@@ -50,3 +51,79 @@ class KdaStatic(operands.FusedStatic):
     def may_forget(self) -> bool:
         """Whether there may be rows that base blocks cannot have."""
         return self.base > 1 and not self.bounded
+
+
+class KdaRefs(NamedTuple):
+    """The Refs of the kernels of both directions; None for a Ref that a launch lacks.
+
+    heads are the value heads of a grid step, n their packs and keys their key heads. In the forward, a Ref "of prev" is
+    of the chunk that the state goes through, and the others are of the chunk that is prepared; a backward has one
+    chunk. Of several chunks a grid step, a Ref has the tokens of all, or an entry for each: see `loads.of_chunks`.
+    """
+
+    # Of both directions.
+    table: jax.Ref  # of `chunk_spans`
+    q: jax.Ref  # [C, keys K]
+    k: jax.Ref  # [C, keys K]
+    v: jax.Ref  # [C, heads V] of prev; in the backward only with w
+    g: jax.Ref  # [C, heads K], or [heads, C] for gates per head
+    beta: jax.Ref  # [heads, C]
+    e: jax.Ref  # [C, keys K]
+    b: jax.Ref  # [C, heads K]
+    w: jax.Ref  # [C, heads V] of prev
+    levels: jax.Ref  # int32 [C, 2 C], `tile.level_table`; in the backward [2 C, C], `tile_bwd.pair_table`
+    exact_levels: jax.Ref  # the same without base blocks
+    owner: jax.Ref  # int32 [1, 1, C]
+    law: jax.Ref  # [2, heads K]
+    A_inv: jax.Ref  # [n, C, p C] of prev
+    scores: jax.Ref  # [n, 2 C, p C]
+    h: jax.Ref  # [heads, V, K] of prev
+    v_new_over_beta: jax.Ref  # [C, heads V] of prev
+    decays: jax.Ref  # of `loads.store_block_decays`
+    continuing: jax.Ref  # float32 [C, 128], `tile.continuing`
+
+    # Of the forward. What a grid step leaves for the next one is of prev.
+    initial_state: jax.Ref  # [heads, V, K]
+    pool: jax.Ref  # [heads, K, V], not padded
+    o: jax.Ref  # [C, heads V] of prev
+    ht: jax.Ref  # [heads, V, K]
+    A_inv_out: jax.Ref  # [n, C, p C] of prev
+    scores_out: jax.Ref  # [n, 2 C, p C]
+    pool_out: jax.Ref  # [heads, K, V], not padded
+    state: jax.Ref  # float32 [heads, V, K]; the Ref ht, if the final states are requested
+    readers: jax.Ref  # rows that read the state before prev, [heads, 2 C or C, K]
+    ends: jax.Ref  # parts of rows that write the state after prev, [heads, parts C, K]
+    through: jax.Ref  # float32 [heads, 1, K], the decay over prev
+    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
+    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
+    P: jax.Ref  # parts of the scores of queries times beta, [n, C, parts p C]
+    inverses: jax.Ref  # float32 [n, C, p C], A_inv of three stages
+    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite, without a look at v
+    owner_prev: jax.Ref  # int32 [1, 1, C]; of several chunks an operand
+
+    # Of `kernel_map`, whose state is float32 [heads, K, V + K], and ends float32 [heads, C, K].
+    M: jax.Ref  # [heads, K, K], transposed
+    scores_prev: jax.Ref  # float32 [heads, C, 2 C], not transposed
+    beta_prev: jax.Ref  # float32 [n, 1, p C]
+    u: jax.Ref  # float32 [heads, C, V] of prev
+    erase_new: jax.Ref  # parts of w, by which the new values of prev read the state, [heads, 2 C, K]
+
+    # Of the backward.
+    do: jax.Ref  # [C, heads V]
+    dht: jax.Ref  # [heads, V, K]
+    dq: jax.Ref  # [C, keys K]
+    dk: jax.Ref  # [C, keys K]
+    dv: jax.Ref  # [C, heads V]
+    dg: jax.Ref  # [C, heads K] or [heads, C]
+    dbeta: jax.Ref  # [heads, C]
+    de: jax.Ref  # [C, keys K]
+    db: jax.Ref  # [C, heads K]
+    dw: jax.Ref  # [C, heads V]
+    dh0: jax.Ref  # [heads, V, K]
+    dlaw: jax.Ref  # [2, heads K]
+    dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested
+    exact_decays: jax.Ref  # as decays, of a pack, without base blocks
+    # Of `gradients_beyond_base`, float32.
+    tensors: jax.Ref  # [heads, 3 C, K]
+    d_scores: jax.Ref  # [n, 2 C, p C]
+    beyond: jax.Ref  # [heads, 4 C, K]
