@@ -99,14 +99,8 @@ def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.S
         refs.blocks[...], refs.A[...] = blocks, A
     for n, boundary, scores in staged:
         store_pack(refs, n, boundary, scores, beta_rows, factors[n : n + p], static)
-    if refs.exact_levels is not None:
-        # Rows that base blocks cannot have are rare, and products for every level are too expensive to be made in every
-        # grid step.
-        @pl.when(loads.beyond_base(refs.decays, range(heads), static.K))
-        def _():
-            for n in range(0, heads, p):
-                again = functools.partial(prepare_exactly, refs, n, gates, betas, beta_rows, valid, masks, static)
-                pl.when(loads.beyond_base(refs.decays, range(n, n + p), static.K))(again)
+    packs = [(0, n) for n in range(0, heads, p)]
+    prepare_beyond_base(refs, [refs], [cur], [(gates, betas)], [beta_rows], packs, static)
 
 
 def by_head(refs: KdaRefs, valid, static: KdaStatic) -> tuple[Callable, Callable]:
@@ -175,6 +169,26 @@ def prepare(
     if refs.A_inv is None:
         scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype, upright)
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
+
+
+def prepare_beyond_base(
+    refs: KdaRefs, views: list[KdaRefs], cur: list, gated: list, beta_rows: list, packs: list, static: KdaStatic
+) -> None:
+    """Make the scores of packs (chunk, first head) once more where they have rows that base blocks cannot have.
+
+    Such rows are rare, and products for every level are too expensive to be made in every grid step. `views` are the
+    Refs of each chunk of `cur`, and `gated` and `beta_rows` its gates and step sizes, as in `prepare_exactly`.
+    """
+    if refs.exact_levels is None:
+        return
+
+    @pl.when(loads.beyond_base(refs.decays, range(len(views) * static.config.heads), static.K))
+    def _():
+        for i, n in packs:
+            again = functools.partial(
+                prepare_exactly, views[i], n, *gated[i], beta_rows[i], cur[i].valid, cur[i].masks, static
+            )
+            pl.when(loads.beyond_base(views[i].decays, range(n, n + static.p), static.K))(again)
 
 
 def prepare_exactly(refs: KdaRefs, n: int, gates, betas, beta_rows, valid, masks, static: KdaStatic) -> None:

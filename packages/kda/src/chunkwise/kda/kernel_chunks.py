@@ -95,22 +95,7 @@ def _grid_step(refs: KdaRefs, of_stages: list[list[stage_chunks.StageChunk]], st
     for (i, n), (boundary, scores) in staged.items():
         factors, beta_rows = rounded[i]
         kernel.store_pack(views[i], n, boundary, scores, beta_rows, factors[n : n + p], static)
-    if refs.exact_levels is not None:
-        prepare_beyond_base(refs, views, cur, gated, rounded, [*staged], static)
-
-
-def prepare_beyond_base(
-    refs: KdaRefs, views: list[KdaRefs], cur: list, gated: list, rounded: list, packs: list, static: KdaStatic
-) -> None:
-    """Make the scores of packs (chunk, first head) once more where they have rows that base blocks cannot have."""
-
-    @pl.when(loads.beyond_base(refs.decays, range(static.chunks * static.config.heads), static.K))
-    def _():
-        for i, n in packs:
-            again = functools.partial(
-                kernel.prepare_exactly, views[i], n, *gated[i], rounded[i][1], cur[i].valid, cur[i].masks, static
-            )
-            pl.when(loads.beyond_base(views[i].decays, range(n, n + static.p), static.K))(again)
+    kernel.prepare_beyond_base(refs, views, cur, gated, [rows for _, rows in rounded], [*staged], static)
 
 
 def _order(static: KdaStatic, stages: int) -> str:

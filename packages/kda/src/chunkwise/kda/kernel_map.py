@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.kda import config, kernel, kernel_chunks, loads, tile
+from chunkwise.kda import config, kernel, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, windows
@@ -132,8 +132,7 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
     for (i, n), x in zip(packs, staged, strict=True):
         factors, beta_rows = rounded[i]
         store_pack(views[i], n, *x, beta_rows, factors[n : n + p], static)
-    if refs.exact_levels is not None:
-        kernel_chunks.prepare_beyond_base(refs, views, cur, gated, rounded, packs, static)
+    kernel.prepare_beyond_base(refs, views, cur, gated, [rows for _, rows in rounded], packs, static)
 
 
 def store_pack(refs: KdaRefs, n: int, boundary, scores, beta_rows, factors, static: KdaStatic) -> None:

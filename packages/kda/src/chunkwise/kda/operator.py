@@ -101,11 +101,13 @@ def makes_map(x: Arguments, options: Options) -> bool:
     return fits and alone and kernel_map.takes(static_for(x, options, frozenset()), _dtype(x))
 
 
-def launch_states(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
+def launch_states(
+    forward: fused.Launch, operator: str, x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...]
+) -> dict[str, Any]:
     """Run the launch that only takes states through the tokens; without M, it is a forward without an output."""
     if "M" in outputs:
         return launcher.launch(**kernel_map.plan(x, static, outputs, operator))
-    return fused.by_chunks(kernel_chunks, kernel, operator=operator)(x, static, outputs)
+    return forward(x, static, outputs)
 
 
 def kernels(operator: str) -> fused.Kernels:
@@ -118,7 +120,7 @@ def kernels(operator: str) -> fused.Kernels:
         lay_out,
         forward,
         lambda x, static, outputs: kernel_bwd.finish(backward(x, static, outputs), x, static),
-        functools.partial(launch_states, operator=operator),
+        functools.partial(launch_states, forward, operator),
         residuals=("h", "v_new_over_beta", "A_inv", "scores"),
         precomputed=("A_inv", "scores"),
         transposed=True,
