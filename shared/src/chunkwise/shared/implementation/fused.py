@@ -52,8 +52,8 @@ class Kernels(NamedTuple):
       precomputed: the outputs of `states` that `forward` takes, if it runs after `states`; they are residuals, too.
       optional: the operands, named as arguments, whose gradients are computed only where they are requested.
       transposed: whether kernels hold states as [V, K].
-      makes_map: whether `states` makes M, the matrices of an `AffineMap`, for these arguments and
-        options with a config.
+      makes_map: whether `states` makes M, the matrices of an `AffineMap`, for these arguments and options with a
+        config.
       most_channels: the most channels of the states of one launch of `states`, if M is made by a launch that takes the
         identity beside the states.
       several_chunks: whether a piece may have several chunks: up to `config.chunks`, and with a backward no more than

@@ -84,6 +84,11 @@ class Chunks(NamedTuple):
     initial: jax.Array | None
     added: jax.Array | None = None
 
+    @property
+    def by_maps(self) -> bool:
+        """Whether the maps of segments are composed."""
+        return self.w is not None and in_segments(*self.through.shape[:2])
+
 
 def select_states(first: jax.Array | None, initial: jax.Array | None, S: jax.Array) -> jax.Array:
     """Return the states that chunks start from: S [n, h, K, V], or the initial state where a sequence begins."""
@@ -112,15 +117,14 @@ def states_before(x: Chunks, start: jax.Array, passes: int | None) -> tuple[jax.
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _states(passes, x: Chunks, start):
-    run = _by_maps if x.w is not None and in_segments(*x.through.shape[:2]) else _one_by_one
-    return run(passes, x, start)
+    return (_by_maps if x.by_maps else _one_by_one)(passes, x, start)
 
 
 @_states.defjvp
 def _states_jvp(passes, primals, tangents):
     (x, _), (dx, dstart) = primals, tangents
     states, last = _states(passes, *primals)
-    if x.w is None or not in_segments(*x.through.shape[:2]):
+    if not x.by_maps:
         # To find the states again one by one would be too many launches.
         states = checkpoint_name(states, KEPT)
     S, du = select_states(x.first, x.initial, states), dx.u
