@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import matmul
 
-# Lanes of a vector register.
-LANES = 128
+LANES = tuning.LANES
 
 
 def round_up(size: int, whole: int) -> int:
@@ -22,8 +22,13 @@ def round_up(size: int, whole: int) -> int:
 
 
 def pad_lanes(size: int) -> int:
-    """Return the size that a head dimension takes in a flat view: a multiple of 128 lanes."""
+    """Return the lanes that whole registers have for so many numbers: a multiple of 128."""
     return round_up(size, LANES)
+
+
+def pad_channels(size: int) -> int:
+    """Return the size that a head dimension takes in a flat view: itself for all usual ones, multiples of 16."""
+    return round_up(size, 16)
 
 
 def packing(C: int, *heads: int) -> int:
