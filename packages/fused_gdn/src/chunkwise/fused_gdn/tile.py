@@ -318,7 +318,8 @@ def read_state(k, q, S, s: Heads):
     parts = [packed.side_registers(part, s.group) for part in packed.split_bf16(S, k.dtype)]
     if len(parts) > 1:
         parts = [packed.whole(part, 1) for part in parts]
-    products = matmul.dot(packed.beside([left] * len(parts)), packed.concat_rows(parts))
+    right = packed.concat_rows(parts)
+    products = matmul.dot(packed.beside([left] * len(parts)), right)
     read = packed.split_lanes(products, s.group, S.shape[2])
     return read[:, : s.C], None if q is None else read[:, s.C :]
 

@@ -64,9 +64,9 @@ def crossing_pairs(pairs: jax.Array, s: tile.Heads, dtype) -> jax.Array:
 def fold(row: jax.Array, width: int) -> jax.Array:
     """Return rows [heads, 1, w] as rows [heads, 1, width] with the same sum."""
     each = min(width, packed.LANES)
-    row = jnp.pad(row, ((0, 0), (0, 0), (0, -row.shape[2] % each)))
+    row = packed.whole(row, size=each)
     folded = functools.reduce(jnp.add, [row[:, :, i : i + each] for i in range(0, row.shape[2], each)])
-    return jnp.pad(folded, ((0, 0), (0, 0), (0, width - each)))
+    return packed.whole(folded, size=width)
 
 
 def strictly(s: tile.Heads) -> jax.Array:

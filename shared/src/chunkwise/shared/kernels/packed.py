@@ -67,9 +67,9 @@ def concat_rows(tiles) -> jax.Array:
     return jnp.concatenate(tiles, axis=1)
 
 
-def whole(x: jax.Array, axis: int = 2) -> jax.Array:
-    """Return tiles with zeros behind an axis, up to a multiple of 128."""
-    missing = [*x.shape[:axis], -x.shape[axis] % LANES, *x.shape[axis + 1 :]]
+def whole(x: jax.Array, axis: int = 2, size: int = LANES) -> jax.Array:
+    """Return tiles with zeros behind an axis, up to a multiple of `size`."""
+    missing = [*x.shape[:axis], -x.shape[axis] % size, *x.shape[axis + 1 :]]
     return jnp.concatenate([x, jnp.zeros(missing, x.dtype)], axis) if missing[axis] else x
 
 
