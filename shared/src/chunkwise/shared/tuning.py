@@ -15,6 +15,9 @@ from types import MappingProxyType
 
 from chunkwise.shared import chips
 
+# Lanes of a vector register.
+LANES = 128
+
 CHUNK_SIZES = (16, 32, 64, 128)
 CHUNK_SIZE = 64
 # The chunk size where states after blocks of tokens are stored: users choose the block, which holds whole chunks.
@@ -89,13 +92,17 @@ def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: b
     return HeadConfig(heads=pick_heads(HV, H, bytes_per_head, most=2 if per_channel else most))
 
 
-def pick_heads(HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * VMEM_LIMIT_BYTES // 5) -> int:
+def pick_heads(
+    HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * VMEM_LIMIT_BYTES // 5, K: int = LANES,
+    V: int = LANES,
+) -> int:  # fmt: skip
     """Return how many value heads one grid step takes.
 
-    It is the largest number that is at most `most`, fits the budget of bytes, and of which `divides_groups` is true.
+    It is the largest number that is at most `most`, fits the budget of bytes, and of which `divides_groups` is true;
+    or the smallest one of which this is true.
     """
-    sizes = (n for n in range(1, min(most, HV) + 1) if n * bytes_per_head <= budget)
-    return max((n for n in sizes if divides_groups(n, H, HV)), default=1)
+    sizes = [n for n in range(1, HV + 1) if divides_groups(n, H, HV, K, V)]
+    return max((n for n in sizes if n <= most and n * bytes_per_head <= budget), default=sizes[0])
 
 
 def piece_chunks(chunks: int, sequences: int, most: int, over_pool: bool = False) -> int:
@@ -113,10 +120,14 @@ def piece_chunks(chunks: int, sequences: int, most: int, over_pool: bool = False
     return min(most, 4 if chunks >= max(32, 8 * sequences) else 2 if chunks >= two else 1)
 
 
-def divides_groups(heads: int, H: int, HV: int) -> bool:
-    """Return whether blocks of `heads` value heads hold whole groups that share a key head, or lie inside a group."""
-    group = HV // H
-    return heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
+def divides_groups(heads: int, H: int, HV: int, K: int = LANES, V: int = LANES) -> bool:
+    """Return whether blocks of `heads` value heads hold whole groups that share a key head, or lie inside a group.
+
+    A block of a flat tensor is whole registers, or all heads of it; heads of K and V channels must fit, too.
+    """
+    group, keys = HV // H, max(heads * H // HV, 1)
+    whole = heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
+    return whole and (heads == HV or heads * V % LANES == 0) and (keys == H or keys * K % LANES == 0)
 
 
 def largest_divisor(size: int, most: int) -> int:

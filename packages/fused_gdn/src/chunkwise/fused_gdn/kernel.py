@@ -322,7 +322,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
     key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)
     matrix, gate = (n, s.C, s.p * s.C), cur.values(s.heads)
-    slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
+    slot, unread = (s.heads, *(() if x.pool is None else x.pool.shape[2:])), interleaved.first(x.q)
     available: dict[str, Any] = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
@@ -358,7 +358,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         inputs={
             # If q is not read, one block of it stays an operand, so that vmap over q alone gives all results the same
             # batch axis.
-            "q" if with_output else "unread": (x.q, key) if with_output else (interleaved.first(x.q), cur.unread()),
+            "q" if with_output else "unread": (x.q, key) if with_output else (unread, cur.unread(unread)),
             "k": (x.k, key),
             "v": (x.v, value),
             "g": (x.g, gate),

@@ -65,7 +65,7 @@ class GdnChunksRefs(NamedTuple):
     A_inv_out: jax.Ref  # [chunks, packs of a chunk, C, p C] of the second stage
     M: jax.Ref  # [heads, K, K]
     pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, V + K]; the Ref ht, if that is all that is requested
+    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, lanes of V + K]; the Ref ht, if that is all that is requested
     # What the first stage leaves for the second.
     start: jax.Ref  # float32 [n, C, p C], decays from the start of a chunk
     end: jax.Ref  # float32 [n, C, p C], decays to its end, times beta
@@ -140,7 +140,7 @@ def _grid_step(
 
         @pl.when(prev[-1].span.last == 1)
         def _():
-            refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.V :]
+            refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.map_lane :]
 
 
 def _load_chunks(refs: GdnChunksRefs, chunks: list[stage_chunks.StageChunk], s: tile.Heads, static: FusedStatic):
@@ -249,7 +249,7 @@ def _pass_chunks(
         v = layout.load_heads(refs.v, part.V, part.values_at, chunk.valid, rows).astype(jnp.float32)
         if refs.M is not None:
             # The channels of M have no values.
-            v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], s.K), jnp.float32)])
+            v = packed.beside([v, jnp.zeros((*v.shape[:2], s.K), jnp.float32)])[..., : S.shape[2]]
         added = packed.multiply_packed(refs.left[here.packs_at], v - start * KS, part.p, refs.k.dtype)
         refs.state[part.values_at] = chunk.give(start[:, -1:], chunk.ending) * S + added[:, -s.K :]
         results = [] if QS is None else [(refs.o, (static.scale * start) * QS + added[:, : s.C])]
@@ -268,7 +268,8 @@ def _state_before(refs: GdnChunksRefs, chunk: stage_chunks.StageChunk, part: til
     before = chunk_loop.or_initial(S[:, :, : part.V], refs, chunk, part.values_at)
     i, j = (lax.broadcasted_iota(jnp.int32, (part.heads, part.K, part.K), axis) for axis in (1, 2))
     identity = tile.indicator(i == j)
-    return packed.concat_lanes([before, jnp.where(chunk.span.first == 1, identity, S[:, :, part.V :])])
+    M = jnp.where(chunk.span.first == 1, identity, S[:, :, part.map_lane :])
+    return packed.beside([before, M])[..., : S.shape[2]]
 
 
 def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
@@ -309,6 +310,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     count = 1 + inverts + passes
     first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))
     n, keys, parts = s.heads // s.p, s.heads // s.group, 2 if dtype == jnp.bfloat16 else 1
+    unread_q, unread_v = interleaved.first(x.q), interleaved.first(x.v)
     key, value, gate = first.tokens(keys * s.K), last.tokens(s.heads * s.V), first.values(s.heads)
     state, lanes, inverses = last.state(s.heads, s.K, s.V), s.p * s.C, (n, s.C, s.p * s.C)
     matrix, of_keys = (chunks * n, s.C, lanes), pltpu.VMEM((chunks * keys, s.C, s.K), dtype)
@@ -326,7 +328,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     if with_output:
         scratch["queries_prev"] = of_keys
     if passes and ("ht" not in outputs or "M" in outputs):
-        scratch["state"] = s.heads, s.K, s.V + s.K * ("M" in outputs)
+        scratch["state"] = s.heads, s.K, s.map_lane + s.K if "M" in outputs else s.V
     if x.owner is not None:
         scratch["nonfinite_rows"] = max(1, count - 1), chunks, s.C, 1
     estimate = config.cost if with_output else config.states_cost
@@ -340,9 +342,9 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
         inputs={
             # Without q and v, a block of them stays an operand, so that vmap over one of them alone gives all results
             # the same batch axis.
-            "q" if with_output else "unread_q": (x.q, key) if with_output else (interleaved.first(x.q), first.unread()),
+            "q" if with_output else "unread_q": (x.q, key) if with_output else (unread_q, first.unread(unread_q)),
             "k": (x.k, key),
-            "v" if passes else "unread_v": (x.v, value) if passes else (interleaved.first(x.v), first.unread()),
+            "v" if passes else "unread_v": (x.v, value) if passes else (unread_v, first.unread(unread_v)),
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "initial_state": (x.initial_state, state),

@@ -49,7 +49,7 @@ class GdnMapRefs(NamedTuple):
     ht: jax.Ref  # [heads, K, V]
     A_inv: jax.Ref  # [n, C, p C] of inverted
     M: jax.Ref  # [heads, K, K]
-    state: jax.Ref  # float32 [heads, K, V + K]
+    state: jax.Ref  # float32 [heads, K, lanes of V + K]
     A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     end: jax.Ref  # float32 [n, C, p C], decays to the end of inverted, times beta
@@ -77,7 +77,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
         shape = s.heads, s.K, s.V
         start = chunk_loop.empty_state(shape) if refs.initial_state is None else refs.initial_state[...]
         i, j = (lax.broadcasted_iota(jnp.int32, (s.heads, s.K, s.K), axis) for axis in (1, 2))
-        refs.state[:, :, : s.V], refs.state[:, :, s.V :] = start, tile.indicator(i == j)
+        refs.state[:, :, : s.map_lane], refs.state[:, :, s.map_lane :] = packed.whole(start), tile.indicator(i == j)
 
     if static.chunks > 1:
         _two_chunks(refs, static, s)
@@ -86,7 +86,7 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
 
     @pl.when(prev.of_chunk(jnp.int32(static.chunks - 1)).last == 1)
     def _():
-        refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.V :]
+        refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.map_lane :]
 
 
 # Where a grid step has two chunks, these Refs have the tokens of both, or an entry for each.
@@ -240,11 +240,11 @@ def apply_inverse(refs: GdnMapRefs, A_inv, valid, part: tile.Heads) -> None:
 
 def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     """Take the state through prev, in two products that wait for one another."""
-    V, S = part.V, refs.state[part.values_at]  # [heads, K, channels]
+    first, S = part.map_lane, refs.state[part.values_at]  # [heads, K, channels]
     products = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
     yield
-    valued = products[:, :, :V] + refs.u[part.values_at]
-    products = packed.concat_lanes([valued, products[:, :, V:]])
+    valued = products[:, :, :first] + packed.whole(refs.u[part.values_at])
+    products = packed.concat_lanes([valued, products[:, :, first:]])
     last = tile.head_columns(refs.last_prev[part.packs_at], part, S.shape[2])  # [heads, 1, channels]
     refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], products, part)
 
@@ -270,7 +270,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     operand_k = pltpu.VMEM((*each, keys, s.C, s.K), dtype)
     # The state, and the arrays that a grid step leaves for the next ones.
     scratch: dict[str, Any] = {
-        "state": (s.heads, s.K, s.V + s.K),
+        "state": (s.heads, s.K, s.map_lane + s.K),
         "A": (*each, *matrix),
         "blocks": (*each, n, inverse.first_block_rows(s.C), width),
         "end": (*each, *matrix),

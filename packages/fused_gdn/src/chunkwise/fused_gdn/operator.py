@@ -26,7 +26,8 @@ def check(x: Arguments, options: Options) -> None:
 def config_for(x: Arguments, options: Options) -> config.Config:
     """Return the tile sizes for these arguments, checked."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
-    sizes = options.config or config.default_for(H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V))
+    K, V = packed.pad_channels(K), packed.pad_channels(V)
+    sizes = options.config or config.default_for(H, HV, options.chunk_size, K, V)
     for name in ("heads", "heads_bwd"):
         heads = getattr(sizes, name)
         checks.check(
@@ -47,7 +48,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Fus
     p = min(config.lane_packing(heads, group, C) for heads in (sizes.heads, sizes.heads_bwd))
     varlen = x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state))
     return FusedStatic(
-        B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=x.num_states,
+        B=B, T=max(T, C), H=H * repeats, HV=HV, K=packed.pad_channels(K), V=packed.pad_channels(V), C=C, N=x.num_states,
         scale=options.scale, config=sizes, varlen=varlen, readable=max(T, C), p=p,
         normalise=bool(options.use_qk_l2norm_in_kernel),
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps),
@@ -92,7 +93,7 @@ KERNELS = fused.Kernels(
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),
     precomputed=("A_inv",),
-    makes_map=lambda x, _: packed.pad_lanes(x.q.shape[3]) + packed.pad_lanes(x.v.shape[3]) <= state_map.MOST_CHANNELS,
+    makes_map=lambda x, _: sum(packed.pad_channels(y.shape[3]) for y in (x.q, x.v)) <= state_map.MOST_CHANNELS,
     several_chunks=True,
     owner_repeats=lambda static: static.p,
 )

@@ -38,7 +38,7 @@ class Heads(NamedTuple):
     """Value heads that a grid step, or a stage of one, works on together, and the sizes of their tiles; all static.
 
     Attributes:
-      C, K, V: chunk size, and head dimensions padded to whole lanes.
+      C, K, V: chunk size, and head dimensions.
       heads: how many value heads.
       group: value heads that share a key head.
       p: heads that lie side by side in the lanes.
@@ -58,6 +58,11 @@ class Heads(NamedTuple):
     def keys(self) -> int:
         """Key heads of a pack: 1 if all its heads share one."""
         return max(1, self.p // self.group)
+
+    @property
+    def map_lane(self) -> int:
+        """The lane where the channels of a map begin, which lie behind those of the values in whole registers."""
+        return packed.pad_lanes(self.V)
 
     @property
     def values_at(self) -> slice:
@@ -110,7 +115,7 @@ def placed_keys(tiles: list[jax.Array], s: Heads) -> jax.Array:
     """Return the tiles of `key_packs` below one another, one for every head of a pack, in the lanes of its key head."""
     each, zero = s.p // s.keys, jnp.zeros_like(tiles[0])
     return packed.concat_rows(
-        [packed.concat_lanes([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)]
+        [packed.beside([tiles[j] if i // each == j else zero for j in range(s.keys)]) for i in range(s.p)]
     )
 
 
@@ -172,7 +177,7 @@ def head_columns(x: jax.Array, s: Heads, width: int) -> jax.Array:
         pairs = zip(tiles, rotated, strict=True)
         tiles = [jnp.where(low, *pair) for tile, other in pairs for pair in ((tile, other), (other, tile))]
     heads = jnp.stack([tile[i] for i in range(x.shape[0]) for tile in tiles])
-    return packed.concat_lanes([heads] * (width // x.shape[2]))
+    return packed.concat_lanes([heads] * -(-width // x.shape[2]))[..., :width]
 
 
 def packed_rows(x: jax.Array, s: Heads) -> jax.Array:
@@ -298,8 +303,8 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Heads):
     """
     w = s.wide()
     above = packed.concat_rows(
-        [packed.concat_lanes(key_packs(x, w)) for x in left]
-    )  # [packs of w, len(left) C, keys of w * K]
+        [packed.beside(key_packs(x, w)) for x in left]
+    )  # [packs of w, len(left) C, lanes of its keys]
     products = packed.split_lanes(
         matmul.dot_nt(above, placed_keys(key_packs(k, w), w)), w.p // s.p
     )  # [n, len(left) C, p C]
@@ -310,17 +315,20 @@ def scores(left: list[jax.Array], k, g: Gates, pairs, s: Heads):
 def read_state(k, q, S, s: Heads):
     """Return K S and Q S as [heads, C, V] float32 (None without q), one product for all value heads of a key head."""
     left = k if q is None else packed.concat_rows([k, q])  # [key heads, C or 2 C, K]
-    parts = packed.split_bf16(S, k.dtype)
-    right = packed.concat_rows([packed.side_lanes(part, s.group) for part in parts])
-    read = packed.split_lanes(matmul.dot(packed.concat_lanes([left] * len(parts)), right), s.group)
+    parts = [packed.side_registers(part, s.group) for part in packed.split_bf16(S, k.dtype)]
+    if len(parts) > 1:
+        parts = [packed.whole(part, 1) for part in parts]
+    right = packed.concat_rows(parts)
+    products = matmul.dot(packed.beside([left] * len(parts)), right)
+    read = packed.split_lanes(products, s.group, S.shape[2])
     return read[:, : s.C], None if q is None else read[:, s.C :]
 
 
 def write_state(k, x, s: Heads):
     """Return K^T x, [heads, K, V] float32, for x [heads, C, V] at 16 bits, one product for all heads of a key head."""
-    x = packed.split_bf16(x, k.dtype)
-    right = packed.concat_rows([packed.side_lanes(part, s.group) for part in x])
-    return packed.split_lanes(matmul.dot_tn(packed.concat_rows([k] * len(x)), right), s.group)
+    parts = packed.split_bf16(x, k.dtype)
+    right = packed.concat_rows([packed.side_registers(part, s.group) for part in parts])
+    return packed.split_lanes(matmul.dot_tn(packed.concat_rows([k] * len(parts)), right), s.group, x.shape[2])
 
 
 def multiply_parts(A, x, s: Heads, dtype):
@@ -335,7 +343,7 @@ def multiply_parts(A, x, s: Heads, dtype):
     left = packed.concat_rows([packed.concat_lanes([part, part]) for part in parts])
     right = [packed.place_tiles(packed.pack_members(part, s.p)) for part in packed.split_bf16(x, dtype)]
     products = matmul.dot(left, packed.concat_rows(right))  # [n, 2 C, p V]
-    return packed.split_lanes(products[:, : s.C] + products[:, s.C :], s.p)
+    return packed.split_lanes(products[:, : s.C] + products[:, s.C :], s.p, x.shape[2])
 
 
 def write_packed(k, x, s: Heads):

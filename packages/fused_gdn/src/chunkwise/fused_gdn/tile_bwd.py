@@ -27,8 +27,10 @@ def lane_sums(x: jax.Array, w: int, dtype) -> jax.Array:
 
     It is a product with zeros and ones, because the matrix unit has time, and the unit that adds up lanes has none.
     """
-    heads = x.shape[0] * x.shape[2] // w
-    flat = packed.split_bf16(packed.concat_lanes([x[i : i + 1] for i in range(x.shape[0])]), dtype)
+    heads, tiles = x.shape[0] * x.shape[2] // w, [x[i : i + 1] for i in range(x.shape[0])]
+    if x.shape[2] == w:  # a head takes whole registers
+        tiles, w = [packed.whole(y) for y in tiles], packed.pad_lanes(w)
+    flat = packed.split_bf16(packed.concat_lanes(tiles), dtype)
     lane, head = (lax.broadcasted_iota(jnp.int32, (1, heads * w, heads), axis) for axis in (1, 2))
     ones = tile.indicator(packed.block_of(lane, w) == head).astype(flat[0].dtype)  # [1, heads w, heads]
     sums = matmul.dot(packed.concat_rows(flat), ones)[0]  # [parts C, heads]
@@ -60,9 +62,11 @@ def crossing_pairs(pairs: jax.Array, s: tile.Heads, dtype) -> jax.Array:
 
 
 def fold(row: jax.Array, width: int) -> jax.Array:
-    """Return rows [heads, 1, w] as rows [heads, 1, width] with the same sum; both widths are whole registers."""
-    folded = functools.reduce(jnp.add, [row[:, :, i : i + packed.LANES] for i in range(0, row.shape[2], packed.LANES)])
-    return packed.concat_lanes([folded, jnp.zeros_like(folded)]) if width > packed.LANES else folded
+    """Return rows [heads, 1, w] as rows [heads, 1, width] with the same sum."""
+    each = min(width, packed.LANES)
+    row = packed.whole(row, size=each)
+    folded = functools.reduce(jnp.add, [row[:, :, i : i + each] for i in range(0, row.shape[2], each)])
+    return packed.whole(folded, size=width)
 
 
 def strictly(s: tile.Heads) -> jax.Array:
@@ -82,17 +86,18 @@ def key_gradients(A1, A2, q, k, s: tile.Heads):
     dq = A2 K and dk = (A1 + A1^T) K + A2^T Q, summed over the value heads of a key head.
     """
     q_packs, k_packs, each = tile.key_packs(q, s), tile.key_packs(k, s), s.p // s.keys
+    lanes = packed.pad_lanes(s.K)  # of a key head of several
     A = packed.split_bf16(packed.concat_rows([A1, A2]), k.dtype)  # [n, 2 C, p C] each
     direct = matmul.dot(
         packed.concat_lanes(A), packed.concat_rows([tile.placed_keys(k_packs, s)] * len(A))
-    )  # [n, 2 C, keys K]
+    )  # [n, 2 C, lanes of its keys]
     transposed = matmul.dot_tn(
-        packed.concat_rows(A), packed.concat_rows([packed.concat_lanes(k_packs), packed.concat_lanes(q_packs)] * len(A))
-    )  # [n, p C, keys K]
+        packed.concat_rows(A), packed.concat_rows([packed.beside(k_packs), packed.beside(q_packs)] * len(A))
+    )  # [n, p C, lanes of its keys]
     dq, dk = [0.0] * k.shape[0], [0.0] * k.shape[0]
     for n in range(s.heads // s.p):
         for j in range(s.keys):
-            head, at = (n * s.p + j * each) // s.group, slice(j * s.K, (j + 1) * s.K)
+            head, at = (n * s.p + j * each) // s.group, slice(j * lanes, j * lanes + s.K)
             dq[head] += direct[n, s.C :, at]
             dk[head] += direct[n, : s.C, at]
             for i in range(j * each, (j + 1) * each):
@@ -129,8 +134,8 @@ def back_to_state(q, k, do, dR, dS, scale, start, s: tile.Heads):
     """Return the gradient of the state before a chunk, [heads, K, V]; the arguments are as in `back_to_values`."""
     read, parts = (scale * start) * do.astype(jnp.float32), packed.split_bf16(-start * dR, k.dtype)
     entering = packed.concat_rows([read.astype(k.dtype), *parts])  # [heads, 3 C, V], or [heads, 2 C, V] of float32
-    product = matmul.dot_tn(packed.concat_rows([q, *[k] * len(parts)]), packed.side_lanes(entering, s.group))
-    return start[:, -1:] * dS + packed.split_lanes(product, s.group)
+    product = matmul.dot_tn(packed.concat_rows([q, *[k] * len(parts)]), packed.side_registers(entering, s.group))
+    return start[:, -1:] * dS + packed.split_lanes(product, s.group, s.V)
 
 
 def state_gradient(q, k, gate, boundary, A_inv, do, dS, scale, s: tile.Heads):

@@ -55,13 +55,14 @@ def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int,
 
     None if one head and one chunk do not fit.
     """
-    K, V = packed.pad_lanes(K), packed.pad_lanes(V)
+    K, V = packed.pad_channels(K), packed.pad_channels(V)
 
     def fitting(most: int, bwd: bool) -> int:
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
         need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
-        fits = lambda n: need(n) <= (_MOST_BYTES if n == num_steps == 1 else budget)
-        return max((n for n in range(1, most + 1) if tuning.divides_groups(n, H, HV) and fits(n)), default=0)
+        fits = lambda n: need(n) <= (_MOST_BYTES if num_steps == 1 and n in (1, HV) else budget)
+        sizes = [n for n in range(1, HV + 1) if tuning.divides_groups(n, H, HV, K, V)]
+        return max((n for n in sizes if n <= max(most, sizes[0]) and fits(n)), default=0)
 
     num_steps = tuning.largest_divisor(NT, 512 // C)
     while True:

@@ -95,7 +95,7 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
     g_gamma = None if x.g_gamma is None else jnp.broadcast_to(tiles.clip_gate(x.g_gamma), (s.HV, 1, s.C))
     return {
         "q": (x.q if queries == "q" else None, key),
-        "unread": (x.q if queries == "unread" else None, cut.unread()),
+        "unread": (x.q if queries == "unread" else None, cut.unread(x.q)),
         "k": (x.k, key),
         "v": (x.v, value),
         "g": (g, gate),

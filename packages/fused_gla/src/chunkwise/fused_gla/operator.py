@@ -64,7 +64,7 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     H, HV = x.q.shape[2], x.v.shape[2]
     sizes = options.config or _default_config(x, options)
     assert sizes is not None
-    configs.check_blocks(sizes, H, HV)
+    configs.check_blocks(sizes, H, HV, *map(packed.pad_channels, (x.q.shape[3], x.v.shape[3])))
     return sizes
 
 
@@ -85,7 +85,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Gla
     """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
     return GlaStatic(
-        B, T, H, HV, packed.pad_lanes(K), packed.pad_lanes(V), C, N, options.scale, options.config,
+        B, T, H, HV, packed.pad_channels(K), packed.pad_channels(V), C, N, options.scale, options.config,
         varlen=x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state)),
         readable=T,
         chunks=tuning.largest_divisor(chunking.num_chunks(T, C), options.config.num_steps),

@@ -35,11 +35,11 @@ def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
 
 
 def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: int = 0) -> Config:
-    """Return the Config for these shapes, K and V already padded to lanes; `gates` counts erase and write gates."""
+    """Return the Config for these shapes, K and V already padded; `gates` counts erase and write gates."""
     size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
-    heads = tuning.pick_heads(HV, H, size, most=16)
+    heads = tuning.pick_heads(HV, H, size, most=16, K=K, V=V)
     size_bwd, limit = size * 5 // 4, tuning.VMEM_LIMIT_BYTES
-    heads_bwd = tuning.pick_heads(HV, H, size_bwd, most=16)
+    heads_bwd = tuning.pick_heads(HV, H, size_bwd, most=16, K=K, V=V)
     # The backward of more than 8 heads fills the units by itself.
     chunks_bwd = min(32, 5 * limit // 6 // size_bwd) // heads_bwd if heads_bwd <= 8 else 1
     return Config(

@@ -41,11 +41,12 @@ def check_options(options: Options) -> None:
 def config_for(x: Arguments, options: Options) -> config.Config:
     """Return the tile sizes for these arguments, checked."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
+    K, V = packed.pad_channels(K), packed.pad_channels(V)
     sizes = options.config or config.default_for(
-        H, HV, options.chunk_size, packed.pad_lanes(K), packed.pad_lanes(V), _dtype(x).itemsize,
+        H, HV, options.chunk_size, K, V, _dtype(x).itemsize,
         gates=(x.b is not None) + (x.w is not None),
     )  # fmt: skip
-    configs.check_blocks(sizes, H, HV)
+    configs.check_blocks(sizes, H, HV, K, V)
     return sizes
 
 
@@ -65,7 +66,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
     # Fewer tokens than a chunk are padded with zeros; a law would make decays of these.
     readable = T if options.activation.use_gate_in_kernel else max(T, C)
     return KdaStatic(
-        B=B, T=max(T, C), readable=readable, H=H, HV=HV, K=packed.pad_lanes(K), V=packed.pad_lanes(V), C=C, N=N,
+        B=B, T=max(T, C), readable=readable, H=H, HV=HV, K=packed.pad_channels(K), V=packed.pad_channels(V), C=C, N=N,
         scale=options.scale, normalise=bool(options.use_qk_l2norm_in_kernel),
         compensate=bool(options.use_qk_l2norm_in_kernel and options.large_steps), varlen=varlen, config=options.config,
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
@@ -95,8 +96,8 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
 def makes_map(x: Arguments, options: Options) -> bool:
     """Return whether `kernel_map` makes the map: it pads the channels of M and of the states each by itself."""
     K, V = x.q.shape[3], x.v.shape[3]
-    channels = packed.pad_lanes(K) + packed.pad_lanes(V)
-    fits = channels == packed.pad_lanes(K + V) <= state_map.MOST_CHANNELS
+    channels = packed.pad_channels(K) + packed.pad_channels(V)
+    fits = channels == packed.pad_channels(K + V) <= state_map.MOST_CHANNELS
     alone = x.cu_seqlens is None and x.segment_ids is None
     return fits and alone and kernel_map.takes(static_for(x, options, frozenset()), _dtype(x))
 

@@ -386,7 +386,7 @@ def read_state(readers, S):
     # Two heads fill the 256 x 256 weights of a matrix unit.
     p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
     S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p))  # [heads / p, p V, p K]
-    return packed.split_lanes(matmul.dot_nt(packed.side_lanes(readers, p), S), p)
+    return packed.split_lanes(matmul.dot_nt(packed.side_registers(readers, p), S), p)
 
 
 def write_state(v_new_over_beta, ends):

@@ -27,13 +27,14 @@ def check_config(config, tiles) -> None:
         checks.check_size(f"config.{name}", size)
 
 
-def check_blocks(config, H: int, HV: int) -> None:
-    """Check that the value heads of a grid step are whole groups that share a key head, or a part of one group."""
+def check_blocks(config, H: int, HV: int, K: int = tuning.LANES, V: int = tuning.LANES) -> None:
+    """Check that the value heads of a grid step are as `tuning.divides_groups` says."""
     for name in ("heads", "heads_bwd"):
         heads = getattr(config, name, 1)
         checks.check(
-            tuning.divides_groups(heads, H, HV),
-            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one; got {heads}.",
+            tuning.divides_groups(heads, H, HV, K, V),
+            f"`config.{name}` must divide {HV} value heads in whole groups of {HV // H} or inside of one, and with K = "
+            f"{K} and V = {V} in multiples of {tuning.LANES} channels or all heads; got {heads}.",
         )
 
 

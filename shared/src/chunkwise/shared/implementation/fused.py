@@ -205,7 +205,7 @@ def _user_states(kernels: Kernels, states: jax.Array, x: Arguments, otherwise: j
     """Return states of a kernel as the user has them, with `otherwise` for empty sequences: see `unless_empty`."""
     states, V = jnp.swapaxes(states, 2, 3) if kernels.transposed else states, x.v.shape[3]
     if x.least is not None:
-        sums = packed.pad_lanes(V)
+        sums = packed.pad_channels(V)
         states = jnp.concatenate([states[..., :V], states[..., sums : sums + 1]], axis=3)
     channels = x.channels if x.initial_state is None else x.initial_state.shape[3]
     otherwise = None if otherwise is None else otherwise.astype(jnp.float32)
@@ -213,7 +213,7 @@ def _user_states(kernels: Kernels, states: jax.Array, x: Arguments, otherwise: j
 
 
 def kernel_states(states: jax.Array | None, transposed: bool = False, sums: bool = False) -> jax.Array | None:
-    """Return states [N, HV, K, V] of the user as kernels hold them, float32 with both dimensions padded to lanes.
+    """Return states [N, HV, K, V] of the user as kernels hold them, float32 with both dimensions padded.
 
     With `sums`, the last channel is apart, in a tile of 8 rows behind the others.
     """
@@ -261,34 +261,13 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, precomputed: dict
         residuals, out = whole(x, spans, precomputed)
     residuals, out = remat.save_for_backward((residuals, out))
     # The requested names are the keys of a dict without arrays, because residuals can hold no strings.
-    saved = x, spans, _trim(kernels, x, residuals), precomputed, dict.fromkeys(requested)
+    saved = x, spans, residuals, precomputed, dict.fromkeys(requested)
     return _results(kernels, x, out), saved
-
-
-def _trim(kernels: Kernels, x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return residuals without the padding of heads, which is more than half of them if K is 60."""
-    K, (HV, V) = x.q.shape[3], x.v.shape[2:]
-    rows, columns = (V, K) if kernels.transposed else (K, V)
-    trimmed = {
-        "h": lambda y: y[..., :rows, :columns] if x.least is None else y,
-        "v_new_over_beta": lambda y: layout.from_lanes(y, HV, V, y.shape[1]),
-    }
-    return {name: trimmed[name](y) if name in trimmed else y for name, y in residuals.items()}
-
-
-def _pad(x: Arguments, residuals: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return residuals with the padding of heads that `_trim` cut off."""
-    missing = lambda y: [(0, 0)] * 3 + [(0, packed.pad_lanes(n) - n) for n in y.shape[3:]]
-    padded = {
-        "h": lambda y: jnp.pad(y, missing(y)) if x.least is None else y,
-        "v_new_over_beta": lambda y: layout.to_lanes(y, y.shape[1]),
-    }
-    return {name: padded[name](y) if name in padded else y for name, y in residuals.items()}
 
 
 def _backward(kernels: Kernels, options: Options, saved, cotangents):
     x, (table, owner), residuals, precomputed, requested = saved
-    static, residuals = kernels.static_for(x, options, frozenset(requested)), _pad(x, residuals) | precomputed
+    static, residuals = kernels.static_for(x, options, frozenset(requested)), residuals | precomputed
     static = static if precomputed else _in_pieces(kernels, static, backward=True)
     do, dstates = (None if isinstance(y, SymbolicZero) else y for y in cotangents)
     do = jnp.zeros((*interleaved.first(x.q).shape[:2], *x.v.shape[2:]), x.v.dtype) if do is None else do

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from chunkwise.shared import tuning
 from chunkwise.shared.kernels import matmul
 
-# Lanes of a vector register.
-LANES = 128
+LANES = tuning.LANES
 
 
 def round_up(size: int, whole: int) -> int:
@@ -22,8 +22,13 @@ def round_up(size: int, whole: int) -> int:
 
 
 def pad_lanes(size: int) -> int:
-    """Return the size that a head dimension takes in a flat view: a multiple of 128 lanes."""
+    """Return the lanes that whole registers have for so many numbers: a multiple of 128."""
     return round_up(size, LANES)
+
+
+def pad_channels(size: int) -> int:
+    """Return the size that a head dimension takes in a flat view: itself for all usual ones, multiples of 16."""
+    return round_up(size, 16)
 
 
 def packing(C: int, *heads: int) -> int:
@@ -40,8 +45,10 @@ def lane_index(size: int) -> jax.Array:
 
 
 def block_of(index: jax.Array, b: int) -> jax.Array:
-    """Return index // b for a power of two b."""
+    """Return index // b."""
     # Under jax_enable_x64 a Python number would be an int64.
+    if b.bit_count() > 1:
+        return lax.div(index, jnp.int32(b))
     return lax.shift_right_logical(index, jnp.int32(b.bit_length() - 1))
 
 
@@ -60,16 +67,28 @@ def concat_rows(tiles) -> jax.Array:
     return jnp.concatenate(tiles, axis=1)
 
 
-def split_lanes(x: jax.Array, p: int) -> jax.Array:
-    """Return [n, m, p w] as [n p, m, w]."""
+def whole(x: jax.Array, axis: int = 2, size: int = LANES) -> jax.Array:
+    """Return tiles with zeros behind an axis, up to a multiple of `size`."""
+    missing = [*x.shape[:axis], -x.shape[axis] % size, *x.shape[axis + 1 :]]
+    return jnp.concatenate([x, jnp.zeros(missing, x.dtype)], axis) if missing[axis] else x
+
+
+def beside(tiles) -> jax.Array:
+    """Return [n, m, w] tiles side by side, each in whole registers, so that no tile moves in the lanes."""
+    return concat_lanes([whole(x) for x in tiles]) if len(tiles) > 1 else tiles[0]
+
+
+def split_lanes(x: jax.Array, p: int, width: int | None = None) -> jax.Array:
+    """Return [n, m, p w] as [n p, m, w], or as [n p, m, width] without the last lanes of every tile."""
     w = x.shape[2] // p
-    return jnp.stack([x[i, :, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
+    width = width or w
+    return jnp.stack([x[i, :, j * w : j * w + width] for i in range(x.shape[0]) for j in range(p)])
 
 
-def diagonal_blocks(x: jax.Array, p: int) -> jax.Array:
-    """Return the p diagonal blocks of [n, p m, p w] as [n p, m, w]."""
+def diagonal_blocks(x: jax.Array, p: int, width: int) -> jax.Array:
+    """Return the p diagonal blocks of [n, p m, p w] as [n p, m, width], without the last lanes of every block."""
     m, w = x.shape[1] // p, x.shape[2] // p
-    return jnp.stack([x[i, j * m : (j + 1) * m, j * w : (j + 1) * w] for i in range(x.shape[0]) for j in range(p)])
+    return jnp.stack([x[i, j * m : (j + 1) * m, j * w : j * w + width] for i in range(x.shape[0]) for j in range(p)])
 
 
 def pack_members(x: jax.Array, p: int) -> list[jax.Array]:
@@ -82,12 +101,17 @@ def side_lanes(x: jax.Array, p: int) -> jax.Array:
     return concat_lanes(pack_members(x, p))
 
 
+def side_registers(x: jax.Array, p: int) -> jax.Array:
+    """Return tiles [heads, m, w] packed as by `beside`, [n, m, p lanes]."""
+    return beside(pack_members(x, p))
+
+
 def place_tiles(tiles: list[jax.Array]) -> jax.Array:
-    """Return p tiles [n, C, w] block-diagonally, [n, p C, p w]."""
+    """Return p tiles [n, C, w] block-diagonally, [n, p C, p lanes], each in whole registers."""
     if len(tiles) == 1:
         return tiles[0]
     zero, places = jnp.zeros_like(tiles[0]), range(len(tiles))
-    return concat_rows([concat_lanes([tiles[i] if i == j else zero for j in places]) for i in places])
+    return concat_rows([beside([tiles[i] if i == j else zero for j in places]) for i in places])
 
 
 def split_bf16(x: jax.Array, dtype) -> tuple[jax.Array, ...]:
@@ -114,13 +138,13 @@ def multiply_packed(A, x, p: int, dtype):
     w = p * x.shape[1]
     right = [place_tiles(pack_members(part, p)) for part in split_computed(x, dtype)]
     left, right = part_pairs([A[:, :, i : i + w] for i in range(0, A.shape[2], w)], right)
-    return split_lanes(matmul.dot(concat_lanes(left), concat_rows(right)), p)
+    return split_lanes(matmul.dot(concat_lanes(left), concat_rows(right)), p, x.shape[2])
 
 
 def apply_transposed(X, tiles, dtype, p: int):
     """Return X^T R of every head, [heads, C, w], at 16 bits."""
-    X_parts, right = part_pairs(split_bf16(X, dtype), [side_lanes(x, p) for x in split_computed(tiles, dtype)])
-    return diagonal_blocks(matmul.dot_tn(concat_rows(X_parts), concat_rows(right)), p)
+    X_parts, right = part_pairs(split_bf16(X, dtype), [side_registers(x, p) for x in split_computed(tiles, dtype)])
+    return diagonal_blocks(matmul.dot_tn(concat_rows(X_parts), concat_rows(right)), p, tiles.shape[2])
 
 
 def outer(a: jax.Array, b: jax.Array, dtype, p: int) -> jax.Array:

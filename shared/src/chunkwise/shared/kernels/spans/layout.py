@@ -1,7 +1,7 @@
 """How the user's arrays go into the fused kernels and back: flat tokens, blocks of heads, and sequences in chunks.
 
-A tensor [B, T, heads, D] is seen flat, [B, T, heads * lanes]: a head is a slice of whole registers of 128 lanes, and so
-is a block of heads. This view costs nothing if D is a multiple of 128, because projections produce it. The grid of a
+A tensor [B, T, heads, D] is seen flat, [B, T, heads * D], as projections produce it, so that this view costs nothing: a
+head is a slice of lanes. Blocks of heads are whole registers of 128 lanes, or all heads. The grid of a
 launch is (row of the batch, block of heads, grid step): time is its last axis and sequential, and the state lives in
 VMEM across it.
 
@@ -26,19 +26,20 @@ Refs = TypeVar("Refs", bound=Any)
 
 
 def to_lanes(x: jax.Array | interleaved.Interleaved, T: int, n: int = 1) -> Any:
-    """Return [B, t, heads, D] as the flat view [B, T, heads * lanes], padded with zeros.
+    """Return [B, t, heads, D] as the flat view [B, T, heads * D], D padded with zeros.
 
-    Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes`.
+    Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes` if the lanes of a
+    token are whole registers.
     """
     if isinstance(x, interleaved.Interleaved):
         return x.map(lambda y: to_lanes(y, T // len(x.arrays)))
-    if n > 1:
+    if n > 1 and x.shape[2] * packed.pad_channels(x.shape[3]) % packed.LANES == 0:
         rows = x.reshape(x.shape[0], x.shape[1] // n, n * x.shape[2], x.shape[3])
         return interleaved.InLanes(to_lanes(rows, T // n), n)
     x = chunking.pad_tokens(x, T)
     D = x.shape[3]
-    if packed.pad_lanes(D) != D:
-        x = jnp.pad(x, [(0, 0)] * 3 + [(0, packed.pad_lanes(D) - D)])
+    if packed.pad_channels(D) != D:
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, packed.pad_channels(D) - D)])
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -54,10 +55,10 @@ def to_rows(x: jax.Array, C: int) -> jax.Array:
 
 
 def pad_states(x: jax.Array | None) -> jax.Array | None:
-    """Return states [N, HV, K, V], or [N, HV, V, K], in float32 with both last dimensions padded to whole lanes."""
+    """Return states [N, HV, K, V], or [N, HV, V, K], in float32 with both last dimensions padded."""
     if x is None:
         return None
-    missing = [(0, packed.pad_lanes(n) - n) for n in x.shape[2:]]
+    missing = [(0, packed.pad_channels(n) - n) for n in x.shape[2:]]
     return jnp.pad(x.astype(jnp.float32), [(0, 0), (0, 0), *missing])
 
 
@@ -236,9 +237,9 @@ class Blocks:
 
         return pl.BlockSpec((None, *tail), index)
 
-    def unread(self) -> pl.BlockSpec:
-        """Cut always the same block, which nobody reads, of flat tokens [B, T, all lanes]."""
-        return windows.along((None, 16, 128))
+    def unread(self, x: jax.Array) -> pl.BlockSpec:
+        """Cut always the same block, which nobody reads, of flat tokens x [B, T, all lanes]."""
+        return windows.along((None, 16, min(packed.LANES, x.shape[2])))
 
     def per_row(self, *tail: int) -> pl.BlockSpec:
         """Cut an array with one entry for every row of the batch, [B, HV, ...]; `tail` is (heads of a block, ...)."""

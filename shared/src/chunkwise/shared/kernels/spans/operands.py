@@ -18,8 +18,8 @@ class Operands:
 
     A package whose kernels read other arrays too has a class of its own, with these and the others.
 
-    Tokens are flat, [B, T, heads * lanes], with head dimensions padded to whole lanes. A kernel holds a state as
-    [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
+    Tokens are flat, [B, T, heads * D], with head dimensions as `packed.pad_channels` has them. A kernel holds a state
+    as [K, V], or transposed as [V, K]: see the package. The package says the layout of values per token, too.
 
     Attributes:
       table, count: the table of spans in scalar memory and how many it has, or None: see `chunk_spans`.
@@ -82,7 +82,7 @@ class FusedStatic:
     Attributes:
       B, T: rows of the batch and their tokens.
       H, HV: heads of q and k, and of v: value head n reads key head n // (HV // H).
-      K, V: head dimensions, padded to whole lanes.
+      K, V: head dimensions, padded.
       C: tokens of a chunk.
       N: how many states go in and out.
       scale: the number that multiplies the queries, or the output.
