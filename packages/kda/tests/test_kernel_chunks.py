@@ -26,7 +26,7 @@ LONG = KERNEL._replace(more=MORE | dict(fwd=2, summary=2))
         # Two rows, of which the last grid step has one of three chunks, and this chunk some tokens.
         (jnp.float32, (2, 200, 1, 2, 24, 40), dict(num_states=2, per_channel=True)),
         # Two blocks of heads; the second path after strong gates; keys that the kernel scales to unit length.
-        (jnp.bfloat16, (1, 200, 2, 4, 24, 40), dict(normalise=False, per_channel=True, gate="resets")),
+        (jnp.bfloat16, (1, 200, 2, 4, 128, 64), dict(normalise=False, per_channel=True, gate="resets")),
     ],
 )
 def test_values_and_gradients(dtype, sizes, more):

@@ -131,7 +131,7 @@ def _pass_chunks(
 
     def pass_heads(heads: slice) -> Iterator[None]:
         for i, (x, chunk) in enumerate(zip(views, prev, strict=True)):
-            S = chunk_loop.load_state(refs, chunk, heads)
+            S = chunk_loop.load_state(refs, chunk, static.tiles(heads))
             of_chunk = A_inv[i * n : (i + 1) * n]
             yield from kernel.pass_state(x, *chunk.take(S, chunk.carried), of_chunk, heads, static)
             yield
