@@ -83,7 +83,7 @@ def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.S
         for n in range(0, heads, p)
     )
     kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
-    order = tuning.find_order("chunkwise.kda", kernel, (heads, C, static.K), "pm" * packs)
+    order = tuning.find_order("chunkwise.kda", kernel, static.order_size, "pm" * packs)
     schedule.interleave(order, p=passing, m=preparing)
     schedule.finish(preparing)
     # The factors are made late, so that no product waits for the lengths of rounded keys.

@@ -126,7 +126,7 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
     passing = schedule.software_pipeline(pass_heads(part) for part in kernel.stages_of(static, TOGETHER))
     applying, preparing = apply_inverses(), prepare()
     order = "x" + "mp" * 8 + "xm" * 4
-    order = tuning.find_order("chunkwise.kda", "map of two", (heads, static.C, static.K), order)
+    order = tuning.find_order("chunkwise.kda", "map of two", static.order_size, order)
     schedule.interleave(order, x=inverting, p=passing, a=applying, m=preparing)
     for remaining in (passing, applying, preparing):
         schedule.finish(remaining)

@@ -59,6 +59,11 @@ class KdaStatic(operands.FusedStatic):
         """The tiles of values."""
         return lanes.Lanes(self.m, self.V)
 
+    @property
+    def order_size(self) -> tuple[int, int, int]:
+        """The sizes by which `tuning.find_order` knows a launch: heads of a grid step, rows, and lanes of a head."""
+        return self.config.heads, self.C, self.keys.size // self.m
+
     def tiles(self, heads: slice) -> slice:
         """Return the tiles of some heads."""
         return slice(heads.start // self.m, heads.stop // self.m)
