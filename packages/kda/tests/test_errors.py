@@ -45,8 +45,12 @@ def test_any_number_is_a_least_gate(bound):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(2, 6), "`config.heads` must divide 6 value heads in whole groups of 3 or inside of one; got 2."),
-        (Config(3, 4), "`config.heads_bwd` must divide 6 value heads in whole groups of 3 or inside of one; got 4."),
+        (
+            Config(2, 6),
+            "`config.heads` must divide 6 value heads in whole groups of 3 or inside of one, and with K = 16 and V = "
+            "16 in multiples of 128 channels or all heads; got 2.",
+        ),
+        (Config(6, 4), "`config.heads_bwd` must divide 6 value heads in whole groups of 3 or inside of one, and with"),
         (Config(0, 3), "`config.heads` must be a whole number above 0; got 0."),
     ],
 )

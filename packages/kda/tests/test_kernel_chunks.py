@@ -25,8 +25,8 @@ LONG = KERNEL._replace(more=MORE | dict(fwd=2, summary=2))
     [
         # Two rows, of which the last grid step has one of three chunks, and this chunk some tokens.
         (jnp.float32, (2, 200, 1, 2, 24, 40), dict(num_states=2, per_channel=True)),
-        # Two blocks of heads; the second path after strong gates; keys that the kernel scales to unit length.
-        (jnp.bfloat16, (1, 200, 2, 4, 24, 40), dict(normalise=False, per_channel=True, gate="resets")),
+        # Two blocks of two heads side by side; the second path after strong gates; keys that the kernel scales.
+        (jnp.bfloat16, (1, 200, 4, 4, 64, 64), dict(normalise=False, per_channel=True, gate="resets")),
     ],
 )
 def test_values_and_gradients(dtype, sizes, more):
@@ -36,7 +36,7 @@ def test_values_and_gradients(dtype, sizes, more):
 
 def test_long_rows():
     """The state goes through a chunk two grid steps after it is prepared, with rows after strong gates."""
-    x = make_inputs(1, 310, 1, 2, 24, 40, dtype=jnp.bfloat16, num_states=1, per_channel=True, gate="resets")
+    x = make_inputs(1, 310, 2, 2, 24, 40, dtype=jnp.bfloat16, num_states=1, per_channel=True, gate="resets")
     LONG.assert_values_and_gradients(x, normalise=False, chunks=2)
 
 
@@ -47,7 +47,7 @@ def test_rows_are_isolated(kernel, T):
 
 @pytest.mark.parametrize(("kernel", "T"), [(KERNEL, 130), (LONG, 310)])
 def test_segments(kernel, T):
-    kernel.assert_segments(make_inputs(2, T, 1, 2, 24, 40, num_states=2, per_channel=True))
+    kernel.assert_segments(make_inputs(2, T, 2, 2, 24, 40, num_states=2, per_channel=True))
 
 
 def test_segments_are_isolated():
@@ -56,9 +56,9 @@ def test_segments_are_isolated():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_packed_sequences(dtype):
-    KERNEL.assert_packed(make_inputs(1, 208, 1, 2, 24, 40, dtype=dtype, num_states=3, per_channel=True))
+    KERNEL.assert_packed(make_inputs(1, 208, 2, 2, 24, 40, dtype=dtype, num_states=3, per_channel=True))
 
 
 def test_prefills():
-    x = make_inputs(1, pool_suite.PREFILL_TOKENS, 1, 2, 24, 40, per_channel=True)
+    x = make_inputs(1, pool_suite.PREFILL_TOKENS, 2, 2, 24, 40, per_channel=True)
     KERNEL.assert_prefills(OPERATOR, x, jnp.bfloat16)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
+from chunkwise.shared.kernels import packed
 
 # Exponentials per gate, in blocks of 8 rows: for three levels, for the start of the block and for its end. The decays
 # of larger blocks are products of these.
@@ -34,18 +35,30 @@ def vmem_bytes_per_head(C: int, K: int, V: int, itemsize: int) -> int:
     return 2 * C * (2 * K + 2 * V) * itemsize + 8 * C * K + 4 * K * V * 3 + 4 * C * (16 * K + 6 * V + 8 * C)
 
 
+def heads_of_tile(H: int, HV: int, C: int, K: int, V: int, *heads: int) -> int:
+    """Return how many heads lie side by side in a tile of the kernels, where `heads` are those of grid steps.
+
+    They are two if both fit into the lanes of a register, if their matrices lie side by side, too, and if every head
+    has keys of its own.
+    """
+    fits = H == HV and 2 * max(K, V) <= tuning.LANES and 2 * C <= tuning.LANES
+    return 2 if fits and all(n % 2 == 0 for n in (HV, *heads)) else 1
+
+
 def default_for(H: int, HV: int, C: int, K: int, V: int, itemsize: int, gates: int = 0) -> Config:
     """Return the Config for these shapes, K and V already padded; `gates` counts erase and write gates."""
-    size = vmem_bytes_per_head(C, K, V, itemsize) + 2 * gates * C * max(K, V) * itemsize
-    heads = tuning.pick_heads(HV, H, size, most=16, K=K, V=V)
+    m = heads_of_tile(H, HV, C, K, V)
+    lanes = [packed.pad_lanes(m * n) // m for n in (K, V)]
+    size = vmem_bytes_per_head(C, *lanes, itemsize) + 2 * gates * C * max(lanes) * itemsize
+    heads = tuning.pick_heads(HV, H, size, most=16 * m, K=K, V=V)
     size_bwd, limit = size * 5 // 4, tuning.VMEM_LIMIT_BYTES
-    heads_bwd = tuning.pick_heads(HV, H, size_bwd, most=16, K=K, V=V)
-    # The backward of more than 8 heads fills the units by itself.
-    chunks_bwd = min(32, 5 * limit // 6 // size_bwd) // heads_bwd if heads_bwd <= 8 else 1
+    heads_bwd = tuning.pick_heads(HV, H, size_bwd, most=16 * m, K=K, V=V)
+    # The backward of more than 8 tiles fills the units by itself.
+    chunks_bwd = min(32 * m, 5 * limit // 6 // size_bwd) // heads_bwd if heads_bwd <= 8 * m else 1
     return Config(
         heads=heads,
         heads_bwd=heads_bwd,
-        chunks=max(1, min(8, min(16, limit // 2 // size) // heads)),
+        chunks=max(1, min(8, min(16 * m, limit // 2 // size) // heads)),
         chunks_bwd=max(1, min(8, chunks_bwd)),
     )
 

@@ -44,7 +44,7 @@ from chunkwise.kda import config, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import compat, tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles, windows
-from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans import chunk_loop, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import ABSENT
 
 # Heads that take the state through a chunk together: in a launch that makes the inverse and the output, and in others.
@@ -83,7 +83,7 @@ def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.S
         for n in range(0, heads, p)
     )
     kernel, packs = "fwd" if refs.o is not None else "summary", heads // p
-    order = tuning.find_order("chunkwise.kda", kernel, (heads, C, static.K), "pm" * packs)
+    order = tuning.find_order("chunkwise.kda", kernel, static.order_size, "pm" * packs)
     schedule.interleave(order, p=passing, m=preparing)
     schedule.finish(preparing)
     # The factors are made late, so that no product waits for the lengths of rounded keys.
@@ -104,9 +104,9 @@ def _grid_step(refs: KdaRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.S
 
 
 def by_head(refs: KdaRefs, valid, static: KdaStatic) -> tuple[Callable, Callable]:
-    """Return functions that load a query head and a key head of cur: `loads.load_keys` and `loads.load_unit_keys`.
+    """Return functions that load a tile of queries and of keys of cur: `loads.load_keys` and `loads.load_unit_keys`.
 
-    They load one head at a time, because all heads at once would not stay in registers.
+    They load one tile at a time, because all heads at once would not stay in registers.
     """
     load_q = functools.cache(lambda i: loads.load_keys(refs.q, valid, static, slice(i, i + 1)))
     load_unit = functools.cache(lambda i: loads.load_unit_keys(refs, valid, static, slice(i, i + 1)))
@@ -121,13 +121,15 @@ def rounded_betas(
     The factors are [1, C, 1] each, or None; the betas are rows of packs [heads / p, 1, p C]. Without factors, the
     second result is `beta_rows`.
     """
-    factors = [load_unit(i // static.group)[2] for i in range(static.config.heads)]
-    if factors[0] is not None:
+    by_tile = [load_unit(i // static.group)[2] for i in range(static.config.heads // static.m)]  # each [m, C, 1]
+    factors: list = [None] * static.config.heads
+    if by_tile[0] is not None:
         if refs.b is not None:
-            for i in range(static.config.heads):
+            for i in range(len(by_tile)):
                 k, e, _ = load_unit(i // static.group)
                 e = loads.gated_keys(refs, k, e, valid, static, slice(i, i + 1))
-                factors[i] = factors[i] * loads.gated_rounding(k, e)
+                by_tile[i] = by_tile[i] * loads.gated_rounding(k, e, static.keys)
+        factors = [x if static.m == 1 else x[j : j + 1] for x in by_tile for j in range(static.m)]
         betas, beta_rows = betas * loads.rows_of_heads([x[0] for x in factors]), None
     return factors, packed.side_lanes(betas[:, None], static.p) if beta_rows is None else beta_rows
 
@@ -148,26 +150,29 @@ def prepare(
     Returns:
       The result of `pack_boundary`, and the result of `pack_scores`, or None if the scores are precomputed.
     """
-    K, p, dtype = static.K, static.p, refs.v.dtype
-    pack, base = range(n, n + p), static.base if refs.A_inv is None else 0
+    dtype, base = refs.v.dtype, static.base if refs.A_inv is None else 0
+    at = static.tiles(slice(n, n + static.p))
+    pack = range(at.start, at.stop)
     q = jnp.concatenate([load_q(i // static.group) for i in pack])
     k, *e = (
         jnp.concatenate([load_unit(i // static.group)[j] for i in pack]) for j in range(1 if refs.e is None else 2)
     )
-    e = loads.gated_keys(refs, k, e[0] if e else None, valid, static, slice(n, n + p))
-    q, g = q * static.scale, gates[:, n * K : (n + p) * K]
+    e = loads.gated_keys(refs, k, e[0] if e else None, valid, static, at)
+    lane = at.start * static.keys.size
+    q, g = q * static.scale, gates[:, lane : at.stop * static.keys.size]
     if refs.law is not None:
         # These are made pack by pack, because all decays at once would not stay in registers.
         exact = matmul.operand_dtype(dtype) == jnp.float32
-        g = loads.decays_of(g, refs, valid, static, n * K, tiles.LOG2_E, exact)
+        g = loads.decays_of(g, refs, valid, static, lane, tiles.LOG2_E, exact)
     continuing = None if masks is None else refs.continuing
-    early, first = static.erase_before_decay, n * K // packed.LANES
+    early, first = static.erase_before_decay, lane // packed.LANES
     loads.store_block_decays(refs.decays, g, base, continuing, first, refs.law is None, early)
-    decays, beta = loads.load_decays(refs.decays, pack, K, base, early), tiles.to_column(betas[n : n + p, None])
+    decays = loads.load_decays(refs.decays, pack, static, base)
+    beta = static.keys.together(tiles.to_column(betas[n : n + static.p, None]))
     # If the scores are precomputed, no decay between two rows of the chunk is needed.
     scores = None
     if refs.A_inv is None:
-        scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype, upright)
+        scores = tile.pack_scores(q, e, k, decays, refs.levels[...], masks, dtype, static.keys, upright)
     return tile.pack_boundary([q, e] if refs.o is not None else [e], k, beta, decays, masks), scores
 
 
@@ -182,13 +187,14 @@ def prepare_beyond_base(
     if refs.exact_levels is None:
         return
 
-    @pl.when(loads.beyond_base(refs.decays, range(len(views) * static.config.heads), static.K))
+    @pl.when(loads.beyond_base(refs.decays, range(len(views) * static.config.heads // static.m), static))
     def _():
         for i, n in packs:
             again = functools.partial(
                 prepare_exactly, views[i], n, *gated[i], beta_rows[i], cur[i].valid, cur[i].masks, static
             )
-            pl.when(loads.beyond_base(views[i].decays, range(n, n + static.p), static.K))(again)
+            at = static.tiles(slice(n, n + static.p))
+            pl.when(loads.beyond_base(views[i].decays, range(at.start, at.stop), static))(again)
 
 
 def prepare_exactly(refs: KdaRefs, n: int, gates, betas, beta_rows, valid, masks, static: KdaStatic) -> None:
@@ -198,7 +204,8 @@ def prepare_exactly(refs: KdaRefs, n: int, gates, betas, beta_rows, valid, masks
     `rounded_betas`; the other arguments are as in `prepare`.
     """
     C, p, packs = static.C, static.p, slice(n // static.p, n // static.p + 1)
-    beyond = loads.rows_beyond_base(refs.decays, range(n, n + p), static.K, C)  # [1, C, p C]
+    at = static.tiles(slice(n, n + p))
+    beyond = loads.rows_beyond_base(refs.decays, range(at.start, at.stop), static)  # [1, C, p C]
     exact = dataclasses.replace(static, base=1)
     load_q, load_unit = by_head(refs, valid, exact)
     of_levels = refs._replace(levels=refs.exact_levels)
@@ -231,8 +238,8 @@ def score_parts(scores, beta_row, dtype) -> jax.Array:
 def store_pack(refs: KdaRefs, n: int, boundary, scores, beta_rows, factors, static: KdaStatic) -> None:
     """Store the results of `prepare` for the next grid step; `factors` are from `loads.load_unit_keys`."""
     (readers, ends, through), dtype = boundary, refs.v.dtype
-    ends = ends if factors[0] is None else ends * jnp.concatenate(factors)
-    pack, packs = slice(n, n + static.p), slice(n // static.p, n // static.p + 1)
+    ends = ends if factors[0] is None else ends * static.keys.together(jnp.concatenate(factors))
+    pack, packs = static.tiles(slice(n, n + static.p)), slice(n // static.p, n // static.p + 1)
     refs.readers[pack] = readers.astype(refs.readers.dtype)
     refs.ends[pack], refs.through[pack] = packed.concat_rows(packed.split_bf16(ends, dtype)), through
     scores = refs.scores[packs] if scores is None else scores  # [1, 2 C, p C]
@@ -243,9 +250,9 @@ def store_pack(refs: KdaRefs, n: int, boundary, scores, beta_rows, factors, stat
 
 
 def stages_of(static: KdaStatic, most: int) -> list[slice]:
-    """Return slices of heads that take the state through a chunk together, of at most `most` heads."""
+    """Return slices of heads that take the state through a chunk together, of at most `most` tiles."""
     heads, p = static.config.heads, static.p
-    size = max(n for n in range(p, max(p, most) + 1, p) if heads % n == 0)
+    size = max(n for n in range(p, max(p, most * static.m) + 1, p) if heads % n == 0)
     return [slice(n, n + size) for n in range(0, heads, size)]
 
 
@@ -263,39 +270,43 @@ def pass_chunk(refs: KdaRefs, prev: stage_chunks.StageChunk, static: KdaStatic, 
     # Around a grid step of one chunk, `run_forward` looks after states and results that are not finite.
     alone = prev._replace(masks=ABSENT)
     yield from schedule.software_pipeline(
-        pass_state(refs, alone, chunk_loop.load_state(refs, prev, stage), A_inv, stage, static) for stage in stages
+        pass_state(refs, alone, chunk_loop.load_state(refs, prev, static.tiles(stage)), A_inv, stage, static)
+        for stage in stages
     )
 
 
 def pass_state(
     refs: KdaRefs, prev: stage_chunks.StageChunk, S, A_inv, heads: slice, static: KdaStatic
 ) -> Iterator[None]:
-    """Write the output of some heads of prev and take their state S [h, V, K] through prev; yield between products."""
-    C, p, packs = static.C, static.p, slice(heads.start // static.p, heads.stop // static.p)
-    valid, dtype = prev.valid, refs.v.dtype
+    """Write the output of some heads of prev and take their state S [t, V, m K] through it; yield between products."""
+    C, p, packs = static.C, static.p // static.m, slice(heads.start // static.p, heads.stop // static.p)
+    valid, dtype, keys, values, at = prev.valid, refs.v.dtype, static.keys, static.values, static.tiles(heads)
     if refs.h is not None:
-        refs.h[heads] = S.astype(refs.h.dtype)
-    state_reads = tile.read_state(refs.readers[heads], S)  # [h, 2 C or C, V]
+        refs.h[at] = S.astype(refs.h.dtype)
+    channels, readers = packed.pad_lanes(static.m * S.shape[1]), refs.readers[at]
+    opened = keys.open_state(S.astype(readers.dtype), channels)  # [t, VL, KL]
+    state_reads = tile.read_state(readers, opened)  # [t, 2 C or C, VL]
     yield
-    v = loads.load_values(refs, valid, static, heads)  # [h, C, V]
-    if S.shape[1] > static.V:  # channels without values
-        v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], S.shape[1] - static.V), jnp.float32)])
+    v = loads.load_values(refs, valid, static, at)  # [t, C, VL]
+    if channels > values.size:  # channels without values
+        v = packed.concat_lanes([v, jnp.zeros((*v.shape[:2], channels - values.size), jnp.float32)])
     A_inv_parts = packed.concat_lanes(packed.split_bf16(A_inv[packs], dtype))
-    v_new_over_beta = packed.multiply_packed(A_inv_parts, v - state_reads[:, -C:], p, dtype)  # [h, C, V]
+    multiply = lambda A, x: packed.multiply_packed(A, values.below(x), p, dtype)  # [t, C, VL]
+    v_new_over_beta = multiply(A_inv_parts, v - state_reads[:, -C:])
     # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
     # the last token.
     stored = valid if static.varlen else None
     if refs.v_new_over_beta is not None:
-        layout.store_heads(refs.v_new_over_beta, prev.poisoned(v_new_over_beta), stored, heads.start)
+        values.store(refs.v_new_over_beta, prev.poisoned(v_new_over_beta), stored, at.start)
     yield
     if refs.o is not None:
-        o = state_reads[:, :C] + packed.multiply_packed(refs.P[packs], v_new_over_beta, p, dtype)  # [h, C, V]
-        layout.store_heads(refs.o, prev.poisoned(o), stored, heads.start)
-    ends = refs.ends[heads]  # [h, parts C, K]
+        o = state_reads[:, :C] + multiply(refs.P[packs], v_new_over_beta)  # [t, C, VL]
+        values.store(refs.o, prev.poisoned(o), stored, at.start)
+    ends = refs.ends[at]  # [t, parts C, KL]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    refs.state[heads] = prev.give(refs.through[heads], prev.ending) * S + tile.write_state(
-        packed.split_bf16(v_new_over_beta, dtype), ends
-    )  # [h, V, K]
+    S = keys.cut(prev.give(refs.through[at], prev.ending)) * S
+    written = tile.write_state(packed.split_bf16(v_new_over_beta, dtype), ends)  # [t, VL, KL]
+    refs.state[at] = S + keys.close_state(written, S.shape[1])  # [t, V, m K]
 
 
 def count_stages(static: KdaStatic) -> int:
@@ -311,17 +322,18 @@ def count_stages(static: KdaStatic) -> int:
 def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: int, channels: int) -> dict[str, Any]:
     """Return the buffers of `launch`: what a grid step leaves for the next one, and the decays, of this base.
 
-    The state, [V, K] with `channels` rows, is one of them unless the output ht holds it, and the owners, by which the
+    The state, [V, m K] with `channels` rows, is one of them unless the output ht holds it, and the owners, by which the
     next grid step keeps the sequences of this chunk apart.
     """
-    C, K, operand = static.C, static.K, matmul.operand_dtype(x.v.dtype)
+    C, KL, operand = static.C, static.keys.size, matmul.operand_dtype(x.v.dtype)
     heads = static.chunks * static.config.heads
+    t = heads // static.m
     n, lanes, parts, with_output = heads // static.p, static.p * C, 2 if operand == jnp.bfloat16 else 1, "o" in outputs
     scratch: dict[str, Any] = {
-        "readers": pltpu.VMEM((heads, (1 + with_output) * C, K), operand),
-        "ends": pltpu.VMEM((heads, parts * C, K), operand),
-        "through": pltpu.VMEM((heads, 1, K), jnp.float32),
-        "decays": loads.decays_scratch(heads, C, K, base, static.erase_before_decay),
+        "readers": pltpu.VMEM((t, (1 + with_output) * C, KL), operand),
+        "ends": pltpu.VMEM((t, parts * C, KL), operand),
+        "through": pltpu.VMEM((t, 1, KL), jnp.float32),
+        "decays": loads.decays_scratch(heads, static, base),
     }
     each, slots = (static.chunks,) if static.chunks > 1 else (), count_stages(static) - 1
     if x.A_inv is None:
@@ -333,7 +345,7 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
         handed = {name: scratch[name] for name in IN_SLOTS if name in scratch}
         scratch |= {name: pltpu.VMEM((slots, *y.shape), y.dtype) for name, y in handed.items()}
     if "ht" not in outputs:
-        scratch["state"] = static.config.heads, channels, K
+        scratch["state"] = static.config.heads // static.m, channels, static.keys.used
     if x.owner is not None:
         scratch["nonfinite_rows"] = slots, *each, C, 1
         if not each:
@@ -360,26 +372,29 @@ def plan(
 
     Returns:
       The arguments. The launch gives a dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states
-      [N, HV, V, K] float32; h, the states before every span [B, spans, HV, V, K] in the type of products; in float32,
+      [N, HV / m, V, m K] float32; h, the states before every span [B, spans, HV / m, V, m K] in the type of products;
+      in float32,
       v_new_over_beta laid out as v, packed A_inv [B, spans, HV / p, C, p C], and packed scores of queries above scores
       of keys [B, spans, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
     B, HV, C, K, V, heads = static.B, static.HV, static.C, static.K, static.V, static.config.heads
     NT = static.spans * static.chunks if static.varlen else -(-static.T // C)
     p, dtype, inverts, with_output = static.p, x.v.dtype, x.A_inv is None, "o" in outputs
-    keys, share = static.key_blocks(heads)
+    (keys, share), m = static.key_blocks(heads), static.m
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
     may_forget = inverts and static.may_forget
     stages = count_stages(static)
     cur, second, prev = (chunk_loop.blocks(static, stage, stages) for stage in (0, 1, stages - 1))
     key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
-    matrix, both, state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), prev.state(heads, channels, K)
+    matrix, both, of_state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), (heads // m, channels, m * K)
+    state, levels = prev.state(*of_state), lambda base: jnp.asarray(tile.table_of(C, base, m))
+    of_levels = windows.along((C, 2 * C) if m == 1 else (2 * C, m * C))
     slot = heads, *(() if x.pool is None else x.pool.shape[2:])
     available = {
         "o": (value, x.v.shape, dtype),
-        "ht": (state, (static.N, HV, channels, K), jnp.float32),
-        "h": (prev.per_chunk(heads, channels, K), (B, NT, HV, channels, K), operand),
+        "ht": (state, (static.N, HV // m, *of_state[1:]), jnp.float32),
+        "h": (prev.per_chunk(*of_state), (B, NT, HV // m, *of_state[1:]), operand),
         "v_new_over_beta": (value, x.v.shape, jnp.float32),
         "A_inv": (second.per_chunk(*matrix), (B, NT, HV // p, C, p * C), jnp.float32),
         "scores": (cur.per_chunk(*both), (B, NT, HV // p, 2 * C, p * C), jnp.float32),
@@ -394,8 +409,8 @@ def plan(
         grid=(B, HV // heads, x.spans(static) + stages - 1),
         tables={"table": x.table},
         inputs={
-            "levels": (jnp.asarray(tile.level_table(C, base)) if inverts else None, windows.along((C, 2 * C))),
-            "exact_levels": (jnp.asarray(tile.level_table(C, 1)) if may_forget else None, windows.along((C, 2 * C))),
+            "levels": (levels(base) if inverts else None, of_levels),
+            "exact_levels": (levels(1) if may_forget else None, of_levels),
             "q": (x.q, key),
             "k": (x.k, key),
             "v": (x.v, value),
@@ -407,7 +422,7 @@ def plan(
             "owner": (x.owner, cur.owner(C)),
             **({} if static.chunks == 1 else {"owner_prev": (x.owner, prev.owner(C))}),
             "initial_state": (x.initial_state, state),
-            "law": (x.law, windows.along((2, heads * K), None, 1)),
+            "law": (x.law, windows.along((2, heads // m * static.keys.size), None, 1)),
             "pool": (x.pool, prev.state(*slot)),
             "A_inv": (x.A_inv, prev.per_chunk(*matrix)),
             "scores": (x.scores, cur.per_chunk(*both)),

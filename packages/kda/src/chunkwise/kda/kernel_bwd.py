@@ -52,12 +52,14 @@ def clear_sums(refs: KdaRefs) -> None:
 def _grid_step(refs: KdaRefs, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
     """Run a grid step."""
     x, dtype = loads.load_chunk(refs, chunk.valid, chunk.masks, static), refs.do.dtype
-    A_inv, scores, dS = refs.A_inv[...], refs.scores[...], refs.dstate[...]
-    of_outputs = tile_bwd.through_outputs(scores, x.do, dtype)
-    of_values = schedule.finish(tile_bwd.back_to_values(x.k, x.beta, x.boundary, A_inv, of_outputs, dS, dtype))
-    refs.dstate[...] = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
+    A_inv, scores, dS, keys, values = refs.A_inv[...], refs.scores[...], refs.dstate[...], static.keys, static.values
+    of_outputs = tile_bwd.through_outputs(scores, x.do, dtype, values)
+    of_values = schedule.finish(
+        tile_bwd.back_to_values(x.k, x.beta, x.boundary, A_inv, of_outputs, dS, dtype, keys, values)
+    )
+    refs.dstate[...] = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype, keys)
     if refs.dq is not None:
-        v_new_over_beta = layout.load_heads(refs.v_new_over_beta, static.V, valid=chunk.valid)  # [heads, C, V]
+        v_new_over_beta = values.load(refs.v_new_over_beta, valid=chunk.valid)  # [t, C, VL]
         residuals = refs.h[...], v_new_over_beta, scores
         found = schedule.finish(token_gradients(refs, x, residuals, of_values, dS, chunk.same, static))
         store(refs, found[0], x.k, chunk, static)
@@ -68,11 +70,11 @@ class Gradients(NamedTuple):
     """The gradients of the tokens of a chunk, as `store` takes them.
 
     Attributes:
-      dq: of scaled queries, [heads, C, K].
-      de: of erase keys, [heads, C, K]; None where keys erase.
-      dk: [heads, C, K].
-      dv: of values times write gates, [heads, C, V].
-      dg: of decays, [C, heads K].
+      dq: of scaled queries, [t, C, KL].
+      de: of erase keys, [t, C, KL]; None where keys erase.
+      dk: [t, C, KL].
+      dv: of values times write gates, [t, C, VL].
+      dg: of decays, [C, t KL].
       dbeta: of step sizes, [heads, C].
     """
 
@@ -83,12 +85,15 @@ class Gradients(NamedTuple):
     dg: jax.Array
     dbeta: jax.Array
 
-    def of_heads(self, heads: slice, K: int) -> "Gradients":
+    def of_heads(self, heads: slice, static: KdaStatic) -> "Gradients":
         """Return the gradients of some heads."""
+        at, KL = static.tiles(heads), static.keys.size
         each: dict[str, Any] = {
-            name: None if x is None else x[heads] for name, x in self._asdict().items() if name != "dg"
+            name: None if x is None else x[heads if name == "dbeta" else at]
+            for name, x in self._asdict().items()
+            if name != "dg"
         }
-        return Gradients(dg=self.dg[:, heads.start * K : heads.stop * K], **each)
+        return Gradients(dg=self.dg[:, at.start * KL : at.stop * KL], **each)
 
 
 def token_gradients(
@@ -103,16 +108,17 @@ def token_gradients(
       x: the tokens, of one chunk or of several.
       residuals: the state before the chunk, v_new_over_beta and scores, as in `tile_bwd.outer_bwd_tile`.
       of_values: the results of `tile_bwd.back_to_values`.
-      dS: [heads, V, K] float32, the gradient of the state after the chunk.
+      dS: [t, V, m K] float32, the gradient of the state after the chunk.
       same: pairs of one sequence, as in `StageChunk`.
       static: the static description of the launch.
     """
-    heads, dtype, early = x.k.shape[0], refs.do.dtype, static.erase_before_decay
-    C, K, p = static.C, static.K, static.p
+    heads, dtype, early = x.betas.shape[0], refs.do.dtype, static.erase_before_decay
+    C, p = static.C, static.p
     beta_rows = packed.side_lanes(x.betas[:, None], p)
     (dbeta, dbeta_row), d_scores, of_state = tile_bwd.outer_bwd_tile(
-        x.k, x.beta, beta_rows, x.boundary, residuals, x.do, of_values, dS, same, dtype, early
-    )
+        x.k, x.beta, beta_rows, x.boundary, residuals, x.do, of_values, dS, same, dtype, early, static.keys,
+        static.values,
+    )  # fmt: skip
     by_head = [dbeta_row[n // p, :, n % p * C : (n % p + 1) * C] for n in range(heads)]  # each [1, C]
     dbeta = tiles.to_row(dbeta)[:, 0] + jnp.concatenate(by_head)  # [heads, C]
     dbeta = dbeta if x.rounding is None else dbeta * x.rounding
@@ -120,16 +126,16 @@ def token_gradients(
     # The products of the levels are made pack by pack.
     by_pack = []
     for n in range(0, heads, p):
-        pack = slice(n, n + p)
-        factors = tile.level_factors(loads.load_decays(refs.decays, range(n, n + p), K, static.base, early))
+        pack = static.tiles(slice(n, n + p))
+        factors = tile.level_factors(loads.load_decays(refs.decays, range(pack.start, pack.stop), static, static.base))
         tensors = x.q[pack], x.e[pack], x.k[pack], d_scores[n // p : n // p + 1]
         by_pack.append(_of_pack(*tensors, factors, refs.levels[...], dtype, static))
         yield
     *by_pack, of_pairs = zip(*by_pack, strict=True)
-    # [heads, 2 C, K], [heads, C, K] and [heads, C, K] or None
+    # [t, 2 C, KL], [t, C, KL] and [t, C, KL] or None
     d_rows, d_columns, terms = (None if y[0] is None else jnp.concatenate(y) for y in by_pack)
     dq, de, dk, later, earlier = tile_bwd.chunk_bwd_tile(x.q, x.erase, x.k, d_rows, d_columns, of_state, terms)
-    dg = tile_bwd.gate_gradients(later, earlier, same, dtype)  # [C, heads K]
+    dg = tile_bwd.gate_gradients(later, earlier, same, dtype)  # [C, t KL]
     dg = dg if of_pairs[0] is None else dg + jnp.concatenate(of_pairs, axis=1)
     return Gradients(dq, None if x.erase is None else de, dk, of_values[-1], dg, dbeta), d_scores
 
@@ -137,7 +143,8 @@ def token_gradients(
 def _of_pack(q, e, k, d_scores, factors, levels, dtype, static: KdaStatic):
     """Return the result of `tile_bwd.interaction_bwd_tile` for a pack of heads, d_scores [1, 2 C, p C] among them."""
     by_level, early = tile_bwd.sums_by_level(static.base, dtype), static.erase_before_decay
-    return tile_bwd.interaction_bwd_tile(q, e, k, factors, levels, d_scores, static.p, dtype, by_level, early)
+    p = static.p // static.m
+    return tile_bwd.interaction_bwd_tile(q, e, k, factors, levels, d_scores, p, dtype, by_level, early, static.keys)
 
 
 def store_beyond_base(
@@ -155,15 +162,15 @@ def store_beyond_base(
     """
     if refs.exact_levels is None:
         return
-    heads, K = static.config.heads_bwd, static.K
+    heads = static.config.heads_bwd
 
     @pl.when(jnp.min(functools.reduce(jnp.minimum, list(x.least))) < jnp.float32(tile.LEAST_FACTOR))
     def _():
         found = gradients_beyond_base(refs, x, first, d_scores, chunks[0][1].same, static)
         for i, (view, chunk) in enumerate(chunks):
             at = slice(i * heads, (i + 1) * heads)
-            both = found.of_heads(at, K), first.of_heads(at, K)
-            store_interaction(view, both[0], x.k[at], chunk, static, before=both[1])
+            both = found.of_heads(at, static), first.of_heads(at, static)
+            store_interaction(view, both[0], x.k[static.tiles(at)], chunk, static, before=both[1])
 
 
 def gradients_beyond_base(
@@ -174,25 +181,25 @@ def gradients_beyond_base(
     The arguments are as in `store_beyond_base`. Of other rows nothing is added to their queries. A loop takes the packs
     one after the other, so that this rare path is compiled once, and they read their tensors from scratch memory.
     """
-    heads, C, K, p, early, dtype = len(x.k), static.C, static.K, static.p, static.erase_before_decay, refs.do.dtype
+    t, C, p, early, dtype = len(x.k), static.C, static.p // static.m, static.erase_before_decay, refs.do.dtype
 
     def of_pack(i, _) -> None:
         pack = [i * jnp.int32(p) + jnp.int32(n) for n in range(p)]
 
-        @pl.when(loads.beyond_base(refs.decays, pack, K))
+        @pl.when(loads.beyond_base(refs.decays, pack, static))
         def _():
-            g, at = loads.kept_gates(refs.decays, pack, K), pl.ds(pack[0], p)
+            g, at = loads.kept_gates(refs.decays, pack, static), pl.ds(pack[0], p)
             loads.store_block_decays(refs.exact_decays, g, 1, in_nats=False, erase_before_decay=early)
-            exact = loads.load_decays(refs.exact_decays, range(p), K, 1, early)
-            factors = tile_bwd.factors_beyond_base(exact, loads.load_decays(refs.decays, pack, K, static.base, early))
+            exact = loads.load_decays(refs.exact_decays, range(p), static, 1)
+            factors = tile_bwd.factors_beyond_base(exact, loads.load_decays(refs.decays, pack, static, static.base))
             q, e, k = jnp.split(refs.tensors[at], 3, axis=1)
             found = _of_pack(q, e, k, refs.d_scores[i][None], factors, refs.exact_levels[...], dtype, static)
             refs.beyond[at] = packed.concat_rows(found[:3])
 
-    refs.tensors[:heads], refs.d_scores[: heads // p] = packed.concat_rows([x.q, x.e, x.k]), d_scores
+    refs.tensors[:t], refs.d_scores[: t // p] = packed.concat_rows([x.q, x.e, x.k]), d_scores
     refs.beyond[...] = jnp.zeros(refs.beyond.shape, jnp.float32)
-    lax.fori_loop(jnp.int32(0), jnp.int32(heads // p), of_pack, None)
-    dq, de, dk, terms = (refs.beyond[:heads, i * C : (i + 1) * C] for i in range(4))
+    lax.fori_loop(jnp.int32(0), jnp.int32(t // p), of_pack, None)
+    dq, de, dk, terms = (refs.beyond[:t, i * C : (i + 1) * C] for i in range(4))
     dg = first.dg + tile_bwd.gate_gradients(terms, None, same, dtype)
     if first.de is None:
         return first._replace(dq=first.dq + dq, dk=first.dk + (dk + de), dg=dg)
@@ -200,14 +207,14 @@ def gradients_beyond_base(
 
 
 def store(refs: KdaRefs, x: Gradients, k: jax.Array, chunk: stage_chunks.StageChunk, static: KdaStatic) -> None:
-    """Store the gradients of the tokens of a chunk, whose keys are k [heads, C, K] float32."""
+    """Store the gradients of the tokens of a chunk, whose keys are k [t, C, KL] float32."""
     valid, dv = chunk.valid, x.dv
     stored = valid if static.varlen else None
     if refs.w is not None:
-        v, w = (layout.load_heads(ref, static.V, valid=valid).astype(jnp.float32) for ref in (refs.v, refs.w))
-        layout.store_heads(refs.dw, v * dv, stored)
+        v, w = (static.values.load(ref, valid=valid).astype(jnp.float32) for ref in (refs.v, refs.w))
+        static.values.store(refs.dw, v * dv, stored)
         dv = w * dv
-    layout.store_heads(refs.dv, dv, stored)
+    static.values.store(refs.dv, dv, stored)
     if refs.dbeta is not None:
         _store_in_lanes(refs.dbeta, x.dbeta, chunk.span, stored, static.C)
     store_interaction(refs, x, k, chunk, static)
@@ -222,7 +229,7 @@ def store_interaction(
     Gradients `before` are stored already. Then queries get other gradients only in rows that base blocks cannot have:
     no bit of other rows may depend on later gates.
     """
-    heads, C, K, valid = static.config.heads_bwd, static.C, static.K, chunk.valid
+    heads, C, keys, valid = static.config.heads_bwd, static.C, static.keys, chunk.valid
     # Pieces share a chunk, so each stores only its rows. Otherwise all rows are stored, because nobody reads rows past
     # the last token.
     stored = valid if static.varlen else None
@@ -231,26 +238,29 @@ def store_interaction(
         dg = through_law(refs, valid, dg, static, None if before is None else before.dg)
     elif chunk.masks is not None:  # padding's gates get gradients only from the passing state
         dg = jnp.where(valid, dg, 0.0)
-    if static.per_channel:
+    by_tile = (dg[:, n : n + keys.size] for n in range(0, dg.shape[1], keys.size))  # each [C, KL]
+    if static.per_channel and keys.used < keys.size:
+        keys.store(refs.dg, jnp.stack([*by_tile]), stored)
+    elif static.per_channel:
         layout.store_rows(refs.dg, slice(None), dg, stored)
     else:
-        by_head = [jnp.sum(dg[:, n * K : (n + 1) * K], axis=1, keepdims=True) for n in range(heads)]  # each [C, 1]
+        by_head = [jnp.sum(y, axis=1, keepdims=True) for x in by_tile for y in keys.parts(x)]  # each [C, 1]
         _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], chunk.span, stored, C)
     if refs.b is not None:
         # Erase keys are keys times erase gates, so keys get a part of this gradient, too.
-        layout.store_heads(refs.db, k * x.de, stored)
+        keys.store(refs.db, k * x.de, stored)
         dk = dk + loads.load_erase_gates(refs, valid, static) * x.de
     rows = stored
     if before is not None:
-        beyond = loads.rows_beyond_base(refs.decays, range(heads), K, C)[0]  # [C, heads C]
+        beyond = loads.rows_beyond_base(refs.decays, range(heads // static.m), static)[0]  # [C, heads C]
         beyond = jnp.max(beyond, axis=1, keepdims=True) > 0.0  # [C, 1], rows of some head
         rows = beyond if stored is None else stored & beyond
     gradients = [(refs.dq, refs.q, static.scale * x.dq, rows), (refs.dk, refs.k, dk, stored)]
     for ref, source, d, at in gradients + ([] if refs.e is None else [(refs.de, refs.e, x.de, stored)]):
-        d = layout.sum_value_heads(d, min(static.group, heads))  # [key heads, C, K]
+        d = layout.sum_value_heads(d, min(static.group, heads))  # [key tiles, C, KL]
         if static.normalise:
-            d = tiles.l2norm_gradient(layout.load_heads(source, K, valid=valid), d)
-        layout.store_heads(ref, d, at)
+            d = keys.together(tiles.l2norm_gradient(keys.apart(keys.load(source, valid=valid)), keys.apart(d)))
+        keys.store(ref, d, at)
 
 
 def _store_in_lanes(ref, x, span: chunk_spans.Span, stored, C: int) -> None:
@@ -259,16 +269,16 @@ def _store_in_lanes(ref, x, span: chunk_spans.Span, stored, C: int) -> None:
 
 
 def through_law(refs: KdaRefs, valid, dg, static: KdaStatic, before=None):
-    """Return the gradient of raw gates for the gradient dg [C, heads K] of decays; add to dA_log and ddt_bias.
+    """Return the gradient of raw gates for the gradient dg [C, t KL] of decays; add to dA_log and ddt_bias.
 
     A gradient `before` is in dA_log and ddt_bias already.
     """
-    A_log, dt_bias = refs.law[:1], refs.law[1:]  # [1, heads K]
+    A_log, dt_bias, raw = refs.law[:1], refs.law[1:], static.keys.spread(refs.g[...])  # [1, t KL], [C, t KL]
     assert static.gate_law is not None
-    gradient = functools.partial(static.gate_law.gradient, refs.g[...].astype(jnp.float32), A_log, dt_bias)
+    gradient = functools.partial(static.gate_law.gradient, raw.astype(jnp.float32), A_log, dt_bias)
     # Raw gates of rows that are not valid may be anything, and zero times NaN is NaN.
     select = lambda x: x if valid is None else jnp.where(valid, x, 0.0)
-    found = dx, dA = [select(x) for x in gradient(dg)]  # each [C, heads K]
+    found = dx, dA = [select(x) for x in gradient(dg)]  # each [C, t KL]
     if before is not None:
         dx, dA = [select(x) for x in gradient(dg - before)]
     refs.dlaw[...] += jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (dA, dx)])
@@ -278,10 +288,10 @@ def through_law(refs: KdaRefs, valid, dg, static: KdaStatic, before=None):
 def not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows of the chunk are not finite, float32 [1, C, 1]."""
     if refs.v_new_over_beta is None:
-        of_values = nonfinite.rows_not_finite(layout.load_heads(refs.do, static.V))
+        of_values = nonfinite.rows_not_finite(static.values.load(refs.do))
         return jnp.maximum(of_values, loads.tokens_not_finite(refs, static))
     # The forward stored NaN in v_new_over_beta of sequences that it found to be not finite.
-    return nonfinite.rows_not_finite(*(layout.load_heads(ref, static.V) for ref in (refs.do, refs.v_new_over_beta)))
+    return nonfinite.rows_not_finite(*(static.values.load(ref) for ref in (refs.do, refs.v_new_over_beta)))
 
 
 def plan(
@@ -301,7 +311,8 @@ def plan(
     (keys, share), p, blocks, of_tokens = static.key_blocks(heads), static.p, HV // heads, "dq" in outputs
     cut = chunk_loop.blocks_backwards(static)
     key = cut.tokens(keys * K, share)
-    value, channels, state = cut.tokens(heads * V), cut.tokens(heads * K), cut.state(heads, V, K)
+    of_state = heads // static.m, V, static.keys.used
+    value, channels, state, KL = cut.tokens(heads * V), cut.tokens(heads * K), cut.state(*of_state), static.keys.size
     (beta, row), (g, gate) = (
         of(y, static, heads, cut) for of, y in ((loads.rows_block, x.beta), (loads.gates_block, x.g))
     )
@@ -312,14 +323,14 @@ def plan(
     base, may_forget = (static.base, static.may_forget) if of_tokens else (0, False)
     early = static.erase_before_decay
     levels = lambda base: jnp.asarray(tile_bwd.pair_table(C, base, early))
-    decays = functools.partial(loads.decays_scratch, C=C, K=K, base=1 if may_forget else base, erase_before_decay=early)
+    decays = functools.partial(loads.decays_scratch, static=static, base=1 if may_forget else base)
     scratch: dict[str, Any] = {"decays": decays(static.chunks * heads)}
     if may_forget:
         most = min(static.chunks * heads, max(heads, GROUP))
-        scratch |= {"exact_decays": decays(p), "beyond": (most, 4 * C, K)}
-        scratch |= {"tensors": (most, 3 * C, K), "d_scores": (most // p, 2 * C, p * C)}
+        scratch |= {"exact_decays": decays(p), "beyond": (most // static.m, 4 * C, KL)}
+        scratch |= {"tensors": (most // static.m, 3 * C, KL), "d_scores": (most // p, 2 * C, p * C)}
     if "dh0" not in outputs:
-        scratch["dstate"] = heads, V, K
+        scratch["dstate"] = of_state
     if x.owner is not None and base > 1:
         scratch["continuing"] = *((static.chunks,) if static.chunks > 1 else ()), C, packed.LANES
     estimate = config.cost if of_tokens else config.states_cost
@@ -342,13 +353,13 @@ def plan(
             "b": (x.b, channels),
             "w": (values.w, value),
             "owner": (x.owner, cut.owner(C)),
-            "h": (x.h, cut.per_chunk(heads, V, K)),
+            "h": (x.h, cut.per_chunk(*of_state)),
             "v_new_over_beta": (x.v_new_over_beta, value),
             "A_inv": (x.A_inv, cut.per_chunk(heads // p, C, p * C)),
             "scores": (x.scores, cut.per_chunk(heads // p, 2 * C, p * C)),
             "do": (x.do, value),
             "dht": (x.dht, state),
-            "law": (x.law, windows.along((2, heads * K), None, 1)),
+            "law": (x.law, windows.along((2, heads // static.m * KL), None, 1)),
         },
         outputs={
             "dq": d_keys,
@@ -358,9 +369,13 @@ def plan(
             "dbeta": (row, beta.shape, jnp.float32),
             "de": d_keys,
             **{name: (block, y.shape, y.dtype) for name, (block, y) in gates.items() if y is not None},
-            "dh0": (state, (static.N, HV, V, K), jnp.float32),
+            "dh0": (state, (static.N, HV // static.m, *of_state[1:]), jnp.float32),
             # One sum for every row of the batch; the spans of the row add to it.
-            "dlaw": (windows.along((None, 2, heads * K), 0, None, 1), (B, 2, HV * K), jnp.float32),
+            "dlaw": (
+                windows.along((None, 2, heads // static.m * KL), 0, None, 1),
+                (B, 2, HV // static.m * KL),
+                jnp.float32,
+            ),
         },
         requested=outputs,
         like=x.gradients(),

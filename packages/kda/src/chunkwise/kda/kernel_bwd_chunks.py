@@ -14,9 +14,7 @@ import jax.numpy as jnp
 
 from chunkwise.kda import kernel_bwd, loads, tile_bwd
 from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
-from chunkwise.shared import trees
-from chunkwise.shared.kernels import packed
-from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans import chunk_loop, schedule, stage_chunks
 
 
 class KdaGroup(NamedTuple):
@@ -117,9 +115,9 @@ def _prepare(refs, chunks: list[stage_chunks.StageChunk], views: list, static: K
         [loads.load_chunk(view, chunk.valid, chunk.masks, static) for view, chunk in zip(views, chunks, strict=True)]
     )
     A_inv, scores = (stage_chunks.load_each(ref, chunks) for ref in (refs.A_inv, refs.scores))
-    each = static.config.heads_bwd * static.K // packed.LANES
+    each = refs.decays.shape[1] // static.chunks
     at = slice(None), slice(chunks[0].index * each, (chunks[-1].index + 1) * each)
-    of_outputs = tile_bwd.through_outputs(scores, x.do, refs.do.dtype)
+    of_outputs = tile_bwd.through_outputs(scores, x.do, refs.do.dtype, static.values)
     return KdaGroup(chunks, views, refs._replace(decays=refs.decays.at[at]), x, A_inv, scores, of_outputs, [])
 
 
@@ -128,12 +126,13 @@ def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[No
     heads, dtype = static.config.heads_bwd, refs.do.dtype
     chunk, dS = group.chunks[i].take(refs.dstate[...], group.chunks[i].ending)
     at, packs = slice(i * heads, (i + 1) * heads), slice(i * heads // static.p, (i + 1) * heads // static.p)
-    x = trees.at(group.x, at)
+    x = group.x.of_heads(at, static)
     of_values = yield from tile_bwd.back_to_values(
-        x.k, x.beta, x.boundary, group.A_inv[packs], group.of_outputs[at], dS, dtype
-    )
+        x.k, x.beta, x.boundary, group.A_inv[packs], group.of_outputs[static.tiles(at)], dS, dtype, static.keys,
+        static.values,
+    )  # fmt: skip
     yield
-    before = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype)
+    before = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype, static.keys)
     refs.dstate[...], group.chunks[i] = chunk.give(before, chunk.carried), chunk
     group.passed.insert(0, (dS, *of_values))
     yield
@@ -143,7 +142,7 @@ def _finish(group: KdaGroup, static: KdaStatic) -> Generator[None, None, tuple]:
     """Store the gradients of the tokens of a group, and return the results of `kernel_bwd.token_gradients`."""
     dS, *of_values = _joined(group.passed)
     each = zip(group.views, group.chunks, strict=True)
-    v_new_over_beta = [layout.load_heads(view.v_new_over_beta, static.V, valid=x.valid) for view, x in each]
+    v_new_over_beta = [static.values.load(view.v_new_over_beta, valid=x.valid) for view, x in each]
     residuals = stage_chunks.load_each(group.refs.h, group.chunks), _joined(v_new_over_beta), group.scores
     found = yield from kernel_bwd.token_gradients(
         group.refs, group.x, residuals, of_values, dS, group.chunks[0].same, static
@@ -151,6 +150,6 @@ def _finish(group: KdaGroup, static: KdaStatic) -> Generator[None, None, tuple]:
     heads = static.config.heads_bwd
     for i, (view, chunk) in enumerate(zip(group.views, group.chunks, strict=True)):
         at = slice(i * heads, (i + 1) * heads)
-        kernel_bwd.store(view, found[0].of_heads(at, static.K), group.x.k[at], chunk, static)
+        kernel_bwd.store(view, found[0].of_heads(at, static), group.x.k[static.tiles(at)], chunk, static)
     yield
     return found

@@ -103,8 +103,7 @@ def _order(static: KdaStatic, stages: int) -> str:
     packs, chunks = static.chunks * static.config.heads // static.p, static.chunks
     # Without a stage of its own, the inverse is at the beginning of p.
     otherwise = "pm" * packs if stages == 2 else "pmpmxpxmx" + ("p" * (chunks // 2) + "mx") * packs
-    size = static.config.heads, static.C, static.K
-    return tuning.find_order("chunkwise.kda", f"{stages} stages, {chunks} chunks", size, otherwise)
+    return tuning.find_order("chunkwise.kda", f"{stages} stages, {chunks} chunks", static.order_size, otherwise)
 
 
 def _invert(refs: KdaRefs, inverses: list) -> Iterator[None]:
@@ -131,7 +130,7 @@ def _pass_chunks(
 
     def pass_heads(heads: slice) -> Iterator[None]:
         for i, (x, chunk) in enumerate(zip(views, prev, strict=True)):
-            S = chunk_loop.load_state(refs, chunk, heads)
+            S = chunk_loop.load_state(refs, chunk, static.tiles(heads))
             of_chunk = A_inv[i * n : (i + 1) * n]
             yield from kernel.pass_state(x, *chunk.take(S, chunk.carried), of_chunk, heads, static)
             yield

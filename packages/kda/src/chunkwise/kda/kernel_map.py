@@ -56,21 +56,23 @@ def _map_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     # In the first grid steps scratch memory holds anything; the first span of a row resets the state.
     @pl.when(prev.first == 1)
     def _():
-        shape = static.config.heads, static.V, static.K
+        heads, KL, VL = static.config.heads, static.keys.size, static.values.size
+        shape = heads, static.V, static.K
         start = chunk_loop.empty_state(shape) if refs.initial_state is None else refs.initial_state[...]
-        i, j = (lax.broadcasted_iota(jnp.int32, (shape[0], static.K, static.K), axis) for axis in (1, 2))
-        refs.state[:, :, : static.V] = jnp.swapaxes(start, 1, 2)
-        refs.state[:, :, static.V :] = jnp.where(i == j, jnp.float32(1.0), jnp.float32(0.0))
+        i, j = (lax.broadcasted_iota(jnp.int32, (heads, KL, KL), axis) for axis in (1, 2))
+        refs.state[:, :, :VL] = jnp.swapaxes(static.keys.open_state(start, VL), 1, 2)
+        refs.state[:, :, VL:] = jnp.where(i == j, jnp.float32(1.0), jnp.float32(0.0))
 
     # What the last stage reads was prepared two grid steps earlier, in the slot of even or of odd grid steps.
     slot = lax.rem(pl.program_id(2), jnp.int32(2))
     of_slot = layout.view(refs, dict.fromkeys(("ends", "through"), slot))
     _grid_step(of_slot, stage_chunks.chunks_of(first, static), static)
-    channels = slice(static.V), slice(static.V, None)
+    channels, rows = (slice(static.values.size), slice(static.values.size, None)), (static.V, static.K)
 
     @pl.when(prev.of_chunk(jnp.int32(CHUNKS - 1)).last == 1)
     def _():
-        refs.ht[...], refs.M[...] = (jnp.swapaxes(refs.state[:, :, x], 1, 2) for x in channels)
+        states = [jnp.swapaxes(refs.state[:, :, x], 1, 2) for x in channels]
+        refs.ht[...], refs.M[...] = (static.keys.close_state(x, n) for x, n in zip(states, rows, strict=True))
 
 
 def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaStatic) -> None:
@@ -89,7 +91,7 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
     packs = [(i, n) for n in range(0, heads, p) for i in range(CHUNKS)]
     staged: list[tuple] = []
     inverses: list[jax.Array] = []
-    lasts = [jnp.swapaxes(x.through[...].reshape(heads, static.K), 0, 1) for x in views]  # each [K, heads]
+    lasts = [jnp.swapaxes(x.through[...].reshape(heads, -1), 0, 1) for x in views]  # each [KL, heads]
 
     def prepare() -> Iterator[None]:
         for i, n in packs:
@@ -124,7 +126,7 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
     passing = schedule.software_pipeline(pass_heads(part) for part in kernel.stages_of(static, TOGETHER))
     applying, preparing = apply_inverses(), prepare()
     order = "x" + "mp" * 8 + "xm" * 4
-    order = tuning.find_order("chunkwise.kda", "map of two", (heads, static.C, static.K), order)
+    order = tuning.find_order("chunkwise.kda", "map of two", static.order_size, order)
     schedule.interleave(order, x=inverting, p=passing, a=applying, m=preparing)
     for remaining in (passing, applying, preparing):
         schedule.finish(remaining)
@@ -155,25 +157,25 @@ def apply_inverse(refs: KdaRefs, A_inv, n: int, static: KdaStatic) -> None:
     p, dtype, pack = static.p, refs.v.dtype, slice(n, n + static.p)
     refs.A_inv_out[n // p : n // p + 1] = A_inv
     parts = packed.concat_lanes(packed.split_bf16(A_inv, dtype))
-    v = layout.load_heads(refs.v, static.V, pack) if refs.w is None else loads.load_values(refs, None, static, pack)
-    refs.u[pack] = packed.multiply_packed(parts, v, p, dtype)  # [p, C, V]
-    w = packed.multiply_packed(parts, refs.readers[pack], p, dtype)  # [p, C, K]
+    v = static.values.load(refs.v, pack) if refs.w is None else loads.load_values(refs, None, static, pack)
+    refs.u[pack] = packed.multiply_packed(parts, v, p, dtype)  # [p, C, VL]
+    w = packed.multiply_packed(parts, refs.readers[pack], p, dtype)  # [p, C, KL]
     refs.erase_new[pack] = packed.concat_rows(packed.split_bf16(w, dtype))
 
 
 def pass_chunk(refs: KdaRefs, last, part: slice, static: KdaStatic) -> Iterator[None]:
     """Take the state of some heads through prev, in two products that wait for one another.
 
-    `last` are the decays over prev of all heads [K, heads].
+    `last` are the decays over prev of all heads [KL, heads].
     """
-    C, V, dtype, S = static.C, static.V, refs.v.dtype, refs.state[part]  # [h, K, V + K]
-    product = matmul.dot(refs.erase_new[part], S.astype(dtype))  # [h, 2 C, V + K]
+    C, VL, dtype, S = static.C, static.values.size, refs.v.dtype, refs.state[part]  # [h, KL, VL + KL]
+    product = matmul.dot(refs.erase_new[part], S.astype(dtype))  # [h, 2 C, VL + KL]
     yield
     product = product[:, :C] + product[:, C:]
-    taken = packed.concat_lanes([product[:, :, :V] - refs.u[part], product[:, :, V:]])
+    taken = packed.concat_lanes([product[:, :, :VL] - refs.u[part], product[:, :, VL:]])
     high, low = packed.split_bf16(taken, dtype)
-    written = matmul.dot(end_columns(refs.ends[part], dtype), packed.concat_rows([high, low, high]))  # [h, K, V + K]
-    last = jnp.stack([last[:, i : i + 1] for i in range(part.start, part.stop)])  # [h, K, 1]
+    written = matmul.dot(end_columns(refs.ends[part], dtype), packed.concat_rows([high, low, high]))  # [h, KL, VL + KL]
+    last = jnp.stack([last[:, i : i + 1] for i in range(part.start, part.stop)])  # [h, KL, 1]
     refs.state[part] = last * S - written
 
 
@@ -192,7 +194,7 @@ def end_columns(ends, dtype) -> jax.Array:
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
-    """Return the launch of the kernel: the arguments of `launcher.launch`.
+    """Return the launch of the kernel, which has one head a tile: the arguments of `launcher.launch`.
 
     The outputs are ht, the final states [N, HV, V, K], and M [N, HV, K, K], transposed, too, both float32; and A_inv
     and scores as `kernel.plan` has them.
@@ -203,6 +205,7 @@ def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: 
     cur, inverted, prev = (chunk_loop.blocks(static, stage, STAGES) for stage in range(STAGES))
     key, state = cur.tokens(keys * K, share), prev.state(heads, V, K)
     matrix, both = (n, C, p * C), (n, 2 * C, p * C)
+    KL, VL = static.keys.size, static.values.size
     base, of_table = 1 if static.may_forget else static.base, windows.along((C, 2 * C))
     exact_levels = jnp.asarray(tile.level_table(C, 1)) if static.may_forget else None
     return dict(
@@ -224,7 +227,7 @@ def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: 
             "b": (x.b, cur.tokens(heads * K)),
             "w": (x.w, inverted.tokens(heads * V)),
             "initial_state": (x.initial_state, state),
-            "law": (x.law, windows.along((2, heads * K), None, 1)),
+            "law": (x.law, windows.along((2, heads * KL), None, 1)),
             "A_inv": (x.A_inv, inverted.per_chunk(*matrix)),
             "scores": (x.scores, inverted.per_chunk(*both)),
         },
@@ -236,16 +239,16 @@ def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: 
         },
         requested=outputs,
         scratch={
-            "state": (heads, K, V + K),
-            "decays": loads.decays_scratch(CHUNKS * heads, C, K, base, static.erase_before_decay),
-            "readers": pltpu.VMEM((CHUNKS * heads, C, K), dtype),
-            "ends": (2, CHUNKS * heads, C, K),
+            "state": (heads, KL, VL + KL),
+            "decays": loads.decays_scratch(CHUNKS * heads, static, base),
+            "readers": pltpu.VMEM((CHUNKS * heads, C, KL), dtype),
+            "ends": (2, CHUNKS * heads, C, KL),
             "scores_prev": (CHUNKS * heads, C, 2 * C),
             "beta_prev": (CHUNKS * n, 1, p * C),
-            "through": (2, CHUNKS * heads, 1, K),
+            "through": (2, CHUNKS * heads, 1, KL),
             "A": (CHUNKS * n, C, p * C),
-            "u": (CHUNKS * heads, C, V),
-            "erase_new": pltpu.VMEM((CHUNKS * heads, 2 * C, K), dtype),
+            "u": (CHUNKS * heads, C, VL),
+            "erase_new": pltpu.VMEM((CHUNKS * heads, 2 * C, KL), dtype),
         },
         cost_estimate=config.states_cost(
             **static.sizes() | {"V": V + K}, itemsize=dtype.itemsize, more=loads.more_bytes(x)

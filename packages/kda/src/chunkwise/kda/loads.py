@@ -16,32 +16,37 @@ from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.kda import tile
 from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
+from chunkwise.shared import trees
 from chunkwise.shared.kernels import matmul, packed, tiles
-from chunkwise.shared.kernels.spans import layout, nonfinite
+from chunkwise.shared.kernels.spans import lanes, layout, nonfinite
 
 
-def decays_scratch(heads: int, C: int, K: int, base: int, erase_before_decay: bool):
-    """Return the scratch of `store_block_decays`."""
-    return pltpu.VMEM(
-        (tile.count_decays(base, erase_before_decay), heads * K // packed.LANES, C, packed.LANES), jnp.float32
-    )
+def decays_scratch(heads: int, static: KdaStatic, base: int):
+    """Return the scratch of `store_block_decays` for so many heads."""
+    count, registers = tile.count_decays(base, static.erase_before_decay), heads // static.m * _registers(static)
+    return pltpu.VMEM((count, registers, static.C, packed.LANES), jnp.float32)
+
+
+def _registers(static: KdaStatic) -> int:
+    """Return the registers of a row of a tile of keys."""
+    return static.keys.size // packed.LANES
 
 
 def store_block_decays(
     ref, g, base: int, continuing=None, first: int = 0, in_nats: bool = True, erase_before_decay: bool = False,
     zeroed: bool = False,
 ) -> jax.Array | None:  # fmt: skip
-    """Store the `tile.block_decays` of the gates g [C, heads K] of heads from tile `first` on, to base 2 or in nats.
+    """Store the `tile.block_decays` of the gates g [C, t KL] of tiles from register `first` on, to base 2 or in nats.
 
     `continuing` is a Ref [C, 128] of `tile.continuing`, or None. With `zeroed`, rows that base blocks cannot have get
     zeros, and the last entry of the Ref keeps the gates, for these rows.
 
     To compute inside of blocks of 8 rows, one register has the first rows of 8 blocks, another the second rows, and so
-    on. Loads with a stride from ref [n, heads K / 128, C, 128] fetch such registers, and stores with a stride put them
+    on. Loads with a stride from ref [n, t KL / 128, C, 128] fetch such registers, and stores with a stride put them
     back.
 
     Returns:
-      With `zeroed`, the least factors of rows in base blocks, [heads K / 128, C / 8, 128]; otherwise None.
+      With `zeroed`, the least factors of rows in base blocks, [t KL / 128, C / 8, 128]; otherwise None.
     """
     least, place = [], ref.shape[0] - 1 if zeroed else 0
     continuing = None if continuing is None else layout.load_every(continuing, tile.SUBLANES)  # each [C / 8, 128]
@@ -57,36 +62,36 @@ def store_block_decays(
     return jnp.stack(least) if zeroed else None
 
 
-def load_decays(ref, heads: Sequence, K: int, base: int, erase_before_decay: bool) -> tile.ChannelDecays:
-    """Return the decays of some heads, by their numbers, from the scratch memory that `store_block_decays` filled."""
-    each = K // packed.LANES
+def load_decays(ref, which: Sequence, static: KdaStatic, base: int) -> tile.ChannelDecays:
+    """Return the decays of some tiles, by their numbers, from the scratch memory that `store_block_decays` filled."""
+    each = _registers(static)
 
     def load(i):
-        return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in heads])
+        return jnp.stack([jnp.concatenate([ref[i, n * each + m] for m in range(each)], axis=1) for n in which])
 
-    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base, erase_before_decay))], base)
-
-
-def kept_gates(ref, heads: Sequence, K: int) -> jax.Array:
-    """Return the gates [C, heads K] of some heads that `store_block_decays` kept, to base 2."""
-    each, last = K // packed.LANES, ref.shape[0] - 1
-    return jnp.concatenate([ref[last, n * each + m] for n in heads for m in range(each)], axis=1)
+    return tile.chunk_decays([load(i) for i in range(tile.count_decays(base, static.erase_before_decay))], base)
 
 
-def beyond_base(ref, heads: Sequence, K: int) -> jax.Array:
-    """Return whether base blocks cannot have some row of consecutive heads, from scratch memory with their factors."""
-    each = K // packed.LANES
-    return jnp.min(ref[0, pl.ds(heads[0] * each, len(heads) * each)]) < jnp.float32(tile.LEAST_FACTOR)
+def kept_gates(ref, which: Sequence, static: KdaStatic) -> jax.Array:
+    """Return the gates [C, t KL] of some tiles that `store_block_decays` kept, to base 2."""
+    each, last = _registers(static), ref.shape[0] - 1
+    return jnp.concatenate([ref[last, n * each + m] for n in which for m in range(each)], axis=1)
 
 
-def rows_beyond_base(ref, pack: range, K: int, C: int) -> jax.Array:
-    """Return which rows of a pack base blocks cannot have, as 1 and 0, float32 [1, C, p C].
+def beyond_base(ref, which: Sequence, static: KdaStatic) -> jax.Array:
+    """Return whether base blocks cannot have some row of consecutive tiles, from scratch memory with their factors."""
+    each = _registers(static)
+    return jnp.min(ref[0, pl.ds(which[0] * each, len(which) * each)]) < jnp.float32(tile.LEAST_FACTOR)
+
+
+def rows_beyond_base(ref, which: range, static: KdaStatic) -> jax.Array:
+    """Return which rows of some tiles base blocks cannot have, as 1 and 0, float32 [1, C, heads C].
 
     Of a block these are all rows from some row on, because gates are at most 0.
     """
-    each, rows = K // packed.LANES, []
-    for n in pack:
-        least = functools.reduce(jnp.minimum, [ref[0, n * each + m] for m in range(each)])  # [C, 128]
+    each, rows, C = _registers(static), [], static.C
+    of_tiles = (functools.reduce(jnp.minimum, [ref[0, n * each + m] for m in range(each)]) for n in which)  # [C, 128]
+    for least in (y for x in of_tiles for y in static.keys.parts(x, tile.ANCHOR)):
         least = jnp.min(least, axis=1, keepdims=True)[None]  # [1, C, 1]
         beyond = jnp.where(least < jnp.float32(tile.LEAST_FACTOR), jnp.float32(1.0), jnp.float32(0.0))
         rows.append(jnp.broadcast_to(beyond, (1, C, C)))
@@ -103,18 +108,18 @@ def of_chunks(refs: KdaRefs, static: KdaStatic, heads: int) -> list[KdaRefs]:
     def of_chunk(i: int):
         each = lambda count: slice(i * count, (i + 1) * count)
         at: dict[str, Any] = dict.fromkeys(tokens, each(static.C)) | dict.fromkeys(entries, i)
-        at |= dict.fromkeys(("readers", "ends", "through", "u", "erase_new", "scores_prev"), each(heads))
+        at |= dict.fromkeys(("readers", "ends", "through", "u", "erase_new", "scores_prev"), each(heads // static.m))
         at |= dict.fromkeys(("A", "blocks", "P", "beta_prev"), each(heads // static.p))
-        at["decays"] = slice(None), each(heads * static.K // packed.LANES)
+        at["decays"] = slice(None), each(heads // static.m * _registers(static))
         return layout.view(refs, at)
 
     return [of_chunk(i) for i in range(static.chunks)]
 
 
 def load_keys(ref, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:
-    """Return queries or keys as float32 [key heads, C, K], rounded to the type of the tensors."""
-    heads = layout.load_heads(ref, static.K, which, valid).astype(jnp.float32)  # [key heads, C, K]
-    return tiles.l2norm(heads).astype(ref.dtype).astype(jnp.float32) if static.normalise else heads
+    """Return some tiles of queries or keys as float32 [key tiles, C, KL], rounded to the type of the tensors."""
+    keys, x = static.keys, static.keys.load(ref, which, valid).astype(jnp.float32)  # [key tiles, C, KL]
+    return keys.together(tiles.l2norm(keys.apart(x)).astype(ref.dtype).astype(jnp.float32)) if static.normalise else x
 
 
 def load_unit_keys(refs: KdaRefs, valid, static: KdaStatic, which: slice = slice(None)) -> tuple[Any, ...]:
@@ -126,11 +131,12 @@ def load_unit_keys(refs: KdaRefs, valid, static: KdaStatic, which: slice = slice
     if not static.compensate:
         keys = (None if ref is None else load_keys(ref, valid, static, which) for ref in (refs.k, refs.e))
         return *keys, None
-    rows = [layout.load_heads(x, static.K, which, valid) for x in (refs.k, refs.e) if x is not None]
-    keys, factors = zip(*(tiles.unit_keys(x.astype(jnp.float32), x.dtype) for x in rows), strict=True)
-    k, e = (*keys, None)[:2]
+    keys, rows = static.keys, [static.keys.load(x, which, valid) for x in (refs.k, refs.e) if x is not None]
+    units, factors = zip(*(tiles.unit_keys(keys.apart(x.astype(jnp.float32)), x.dtype) for x in rows), strict=True)
+    k, e = (*units, None)[:2]
     factor = factors[0] if e is None or factors[0] is None else 0.5 * (factors[0] + factors[1])
-    return k.astype(jnp.float32), None if e is None else e.astype(jnp.float32), factor
+    together = lambda x: None if x is None else keys.together(x.astype(jnp.float32))
+    return together(k), together(e), factor
 
 
 def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
@@ -142,19 +148,19 @@ def rows_of_heads(columns: list[jax.Array]) -> jax.Array:
     return jnp.swapaxes(joined, 0, 1)[: len(columns)]
 
 
-def load_erase_gates(refs: KdaRefs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return the erase gates of some value heads, float32 [heads, C, K]."""
-    return layout.load_heads(refs.b, static.K, heads, valid).astype(jnp.float32)
+def load_erase_gates(refs: KdaRefs, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:
+    """Return the erase gates of some tiles, float32 [t, C, KL]."""
+    return static.keys.load(refs.b, which, valid).astype(jnp.float32)
 
 
-def gated_keys(refs: KdaRefs, k, e, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return the erase keys of some value heads: e, or keys k for None, times their erase gates if there are any."""
+def gated_keys(refs: KdaRefs, k, e, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:
+    """Return the erase keys of some tiles: e, or keys k for None, times their erase gates if there are any."""
     e = k if e is None else e
-    return e if refs.b is None else e * load_erase_gates(refs, valid, static, heads)
+    return e if refs.b is None else e * load_erase_gates(refs, valid, static, which)
 
 
-def gated_rounding(k, e) -> jax.Array:
-    """Return a factor [..., C, 1] that makes up for the rounding of erase keys e to bfloat16; erase gates made e of k.
+def gated_rounding(k, e, keys: lanes.Lanes) -> jax.Array:
+    """Return a factor [heads, C, 1] that makes up for the rounding to bfloat16 of erase keys e, which gates made of k.
 
     A token with the key k and the erase key e takes away k . e times the value that k reads from a state. The factor is
     k . e for the float32 e, divided by k . e for the rounded e; `tiles.unit_keys` has a factor for the rounding of k.
@@ -162,31 +168,32 @@ def gated_rounding(k, e) -> jax.Array:
     state grows.
     """
     # Eight bits of each sum are enough, because their quotient is at most 2^-9.
-    terms = jnp.concatenate([e * k, (matmul.rounded(e) - e) * k], axis=1)
-    ones = jnp.ones((e.shape[0], e.shape[2], packed.LANES), jnp.bfloat16)
+    terms = keys.apart(jnp.concatenate([e * k, (matmul.rounded(e) - e) * k], axis=1))  # [heads, 2 C, KL]
+    ones = jnp.ones((terms.shape[0], e.shape[2], packed.LANES), jnp.bfloat16)
     sums = matmul.dot(terms, ones, jnp.bfloat16)[:, :, :1]
     took, excess = sums[:, : e.shape[1]], sums[:, e.shape[1] :]
     made_up = (jnp.abs(excess) <= jnp.float32(2.0**-8) * jnp.abs(took)) & (took != 0.0)
     return lax.stop_gradient(jnp.where(made_up, took / jnp.where(made_up, took + excess, 1.0), 1.0))
 
 
-def load_values(refs: KdaRefs, valid, static: KdaStatic, heads: slice = slice(None)) -> jax.Array:
-    """Return values, times their write gates if there are any, float32 [heads, C, V]."""
-    v = layout.load_heads(refs.v, static.V, heads, valid).astype(jnp.float32)
-    return v if refs.w is None else v * layout.load_heads(refs.w, static.V, heads, valid).astype(jnp.float32)
+def load_values(refs: KdaRefs, valid, static: KdaStatic, which: slice = slice(None)) -> jax.Array:
+    """Return some tiles of values, times their write gates if there are any, float32 [t, C, VL]."""
+    v = static.values.load(refs.v, which, valid).astype(jnp.float32)
+    return v if refs.w is None else v * static.values.load(refs.w, which, valid).astype(jnp.float32)
 
 
 def load_gates(refs: KdaRefs, valid, static: KdaStatic) -> tuple[jax.Array, jax.Array]:
-    """Return gates [C, heads K] and beta [heads, C], zero in rows that are not valid; with a law, gates are raw."""
+    """Return gates [C, t KL] and beta [heads, C], zero in rows that are not valid; with a law, gates are raw."""
     g, beta = refs.g[...], refs.beta[...]
     valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
     if not static.per_channel:
         g = g if valid is None else jnp.where(valid_row, g, 0.0)
-        column = tiles.to_column(g[:, None])  # [heads, C, 1]
-        g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.K)) for x in column], axis=1)
-    elif valid is not None:
+        column = static.keys.together(tiles.to_column(g[:, None]))  # [t, C, 1], or [t, C, KL] of several heads
+        g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.keys.size)) for x in column], axis=1)
+    else:
+        g = static.keys.spread(g)
         # With a law, `decays_of` selects the rows after it.
-        g = jnp.where(valid, g, 0.0) if refs.law is None else g
+        g = g if valid is None or refs.law is not None else jnp.where(valid, g, 0.0)
     return g, beta if valid is None else jnp.where(valid_row, beta, 0.0)
 
 
@@ -207,7 +214,7 @@ def more_bytes(x: KdaOperands) -> int:
 
 
 def decays_of(g, refs: KdaRefs, valid, static: KdaStatic, first: int = 0, unit: float = 1.0, exact: bool = True):
-    """Return the decays of raw gates g [C, n] in the lanes from `first` on, zero in rows that are not valid.
+    """Return the decays of raw gates g [C, n] of tiles, in the lanes from `first` on, zero in rows that are not valid.
 
     `unit` and `exact` as in `gate_activation.Law`.
     """
@@ -226,19 +233,19 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
 
 def tokens_not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in q, k, g, beta, erase keys or erase gates, float32 [1, C, 1]."""
-    g = refs.g[...] if refs.law is None else decays_of(refs.g[...], refs, None, static)
+    g = refs.g[...] if refs.law is None else decays_of(static.keys.spread(refs.g[...]), refs, None, static)
     # A gate of -inf is allowed: it forgets everything.
     g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
-    g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K] or [heads, C, 1]
+    g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K or t KL] or [heads, C, 1]
     beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]
-    # Each is [heads, C, K] of its heads.
-    keys = [layout.load_heads(x, static.K) for x in (refs.q, refs.k, refs.e, refs.b) if x is not None]
+    # Each is [tiles, C, KL] of its heads.
+    keys = [static.keys.load(x) for x in (refs.q, refs.k, refs.e, refs.b) if x is not None]
     return nonfinite.rows_not_finite(*keys, g, beta)
 
 
 def values_not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in v or its write gates, float32 [1, C, 1]."""
-    return nonfinite.rows_not_finite(*(layout.load_heads(x, static.V) for x in (refs.v, refs.w) if x is not None))
+    return nonfinite.rows_not_finite(*(static.values.load(x) for x in (refs.v, refs.w) if x is not None))
 
 
 def base_of(refs: KdaRefs, static: KdaStatic) -> int:
@@ -250,12 +257,12 @@ class Loaded(NamedTuple):
     """What the backward makes of the tokens of a chunk alone; of several chunks, their heads follow one another.
 
     Attributes:
-      q, k: [heads, C, K] float32, q scaled.
-      erase: erase keys [heads, C, K] float32; None where keys erase.
+      q, k: [t, C, KL] float32, q scaled.
+      erase: erase keys [t, C, KL] float32; None where keys erase.
       beta, betas: step sizes [heads, C, 1], and as rows [heads, C].
       rounding: the factor [heads, C] in the step sizes that makes up for the rounding of keys, or None.
       boundary: the result of `tile.boundary_tile`.
-      do: [heads, C, V].
+      do: [t, C, VL].
       least: the result of `store_block_decays`.
     """
 
@@ -274,31 +281,37 @@ class Loaded(NamedTuple):
         """Erase keys, which may be the keys."""
         return self.k if self.erase is None else self.erase
 
+    def of_heads(self, heads: slice, static: KdaStatic) -> "Loaded":
+        """Return the tokens of some heads, without `least`."""
+        places = dict.fromkeys(("beta", "betas", "rounding"), heads)
+        at = lambda name, x: trees.at(x, places.get(name, static.tiles(heads)))
+        return Loaded(**{name: at(name, x) for name, x in self._replace(least=None)._asdict().items()})
+
 
 def load_chunk(refs: KdaRefs, valid, masks, static: KdaStatic) -> Loaded:
     """Load the tokens of a chunk, and store its decays in scratch memory; `valid` and `masks` as in `StageChunk`."""
     heads = static.config.heads_bwd
     if masks is not None:
         store_continuing(refs.continuing, masks)
-    q = load_keys(refs.q, valid, static)  # [key heads, C, K]
-    k, e, factor = load_unit_keys(refs, valid, static)  # [key heads, C, K or 1]
-    gates, betas = load_gates(refs, valid, static)  # [C, heads K], [heads, C]
+    q = load_keys(refs.q, valid, static)  # [key tiles, C, KL]
+    k, e, factor = load_unit_keys(refs, valid, static)  # [key tiles, C, KL], factors [key heads, C, 1]
+    gates, betas = load_gates(refs, valid, static)  # [C, t KL], [heads, C]
     group, rounding = min(static.group, heads), None
     g = gates if refs.law is None else decays_of(gates, refs, valid, static)
     base, early = base_of(refs, static), static.erase_before_decay
     continuing = None if masks is None else refs.continuing
     least = store_block_decays(refs.decays, g, base, continuing, erase_before_decay=early, zeroed=static.may_forget)
-    by_value_head = lambda x: jnp.stack([x[n // group] for n in range(heads)])  # [heads, C, K]
+    by_value_head = lambda x: jnp.stack([x[n // group] for n in range(len(x) * group)])  # [t or heads, C, ...]
     q, k = (by_value_head(x) for x in (q * static.scale, k))
     e = None if e is None else by_value_head(e)
     erase = gated_keys(refs, k, e, valid, static)
     if factor is not None:
         factor = by_value_head(factor)  # [heads, C, 1]
-        factor = factor if refs.b is None else factor * gated_rounding(k, erase)
+        factor = factor if refs.b is None else factor * gated_rounding(k, erase, static.keys)
         rounding = rows_of_heads([*factor])  # [heads, C]
         betas = betas * rounding
-    do = layout.load_heads(refs.do, static.V, valid=valid)  # [heads, C, V]
+    do = static.values.load(refs.do, valid=valid)  # [t, C, VL]
     beta = tiles.to_column(betas[:, None])  # [heads, C, 1]
-    boundary = tile.boundary_tile(load_decays(refs.decays, range(heads), static.K, base, early), masks)
+    boundary = tile.boundary_tile(load_decays(refs.decays, range(heads // static.m), static, base), masks)
     erase = None if e is None and refs.b is None else erase
     return Loaded(q, k, erase, beta, betas, rounding, boundary, do, least)

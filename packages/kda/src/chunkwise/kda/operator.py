@@ -1,5 +1,6 @@
 """The record of Kimi delta attention: its checks, the layout of its arrays, its kernels and its plain form."""
 
+import dataclasses
 import functools
 import numbers
 from typing import Any
@@ -13,7 +14,7 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
 from chunkwise.shared.implementation.implementations import plain
 from chunkwise.shared.kernels import launcher, matmul, packed
-from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels.spans import lanes, layout
 from chunkwise.shared.operator import define
 from chunkwise.shared.plain import state_map
 
@@ -73,6 +74,7 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
         base=tile.base_block(options.min_gate, _dtype(x)),
         bounded=tile.base_block(options.min_gate, jnp.float32) > 1,
         gate_law=options.activation.law, per_channel=x.g.ndim == 4, erase_before_decay=options.erase_before_decay,
+        m=config.heads_of_tile(H, HV, C, K, V, options.config.heads, options.config.heads_bwd),
     )  # fmt: skip
 
 
@@ -93,6 +95,22 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     )  # fmt: skip
 
 
+def launch(run: fused.Launch, x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Run a launch on operands of `lay_out`, whose states are [N, HV, V, K], and the law as users have it.
+
+    Tiles of several heads hold their states side by side, [N, HV / m, V, m K]; a law has the lanes of tiles.
+    """
+    m, keys = static.m, static.keys
+    pack = lambda y: None if y is None else lanes.pack_states(y, m)
+    law = None if x.law is None else keys.pad(x.law.reshape(2, -1, keys.used)).reshape(2, -1)
+    x = dataclasses.replace(x, law=law, initial_state=pack(x.initial_state), dht=pack(x.dht))
+    out = run(x, static, outputs)
+    out |= {name: lanes.unpack_states(out[name], m) for name in ("ht", "dh0") if name in out}
+    if "dlaw" in out:
+        out["dlaw"] = keys.cut(out["dlaw"].reshape(2, -1, keys.size)).reshape(2, -1)
+    return out
+
+
 def makes_map(x: Arguments, options: Options) -> bool:
     """Return whether `kernel_map` makes the map: it pads the channels of M and of the states each by itself."""
     K, V = x.q.shape[3], x.v.shape[3]
@@ -107,20 +125,24 @@ def launch_states(
 ) -> dict[str, Any]:
     """Run the launch that only takes states through the tokens; without M, it is a forward without an output."""
     if "M" in outputs:
-        return launcher.launch(**kernel_map.plan(x, static, outputs, operator))
+        run = lambda *args: launcher.launch(**kernel_map.plan(*args, operator))
+        return launch(run, x, dataclasses.replace(static, m=1), outputs)
+    if x.initial_state is not None and x.initial_state.shape[2] > static.V:  # channels without values
+        static = dataclasses.replace(static, m=1)
     return forward(x, static, outputs)
 
 
 def kernels(operator: str) -> fused.Kernels:
     """Return the kernels of an operator, which have its name."""
-    forward = fused.by_chunks(kernel_chunks, kernel, operator=operator)
+    forward = functools.partial(launch, fused.by_chunks(kernel_chunks, kernel, operator=operator))
     backward = fused.by_chunks(kernel_bwd_chunks, kernel_bwd, operator=operator)
+    finished = lambda x, static, outputs: kernel_bwd.finish(backward(x, static, outputs), x, static)
     return fused.Kernels(
         config_for,
         static_for,
         lay_out,
         forward,
-        lambda x, static, outputs: kernel_bwd.finish(backward(x, static, outputs), x, static),
+        functools.partial(launch, finished),
         functools.partial(launch_states, forward, operator),
         residuals=("h", "v_new_over_beta", "A_inv", "scores"),
         precomputed=("A_inv", "scores"),

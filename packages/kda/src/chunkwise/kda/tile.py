@@ -1,6 +1,7 @@
 """Tile mathematics of Kimi delta attention: arrays in, arrays out, shared by the kernels and the plain JAX form.
 
-Tiles are [heads, C, D]. Gates are to base 2 here, because the machine's exponential is 2^x.
+Tiles are [heads, C, D], with zeros in lanes behind the channels. In a kernel a tile may hold several narrow heads side
+by side, see shared.kernels.spans.lanes. Gates are to base 2 here, because the machine's exponential is 2^x.
 
 Pairs (i, j), i > j, of a chunk belong to the level b = 1, 2, ..., C/2 at which i is in the right and j in the left
 half of one block of 2b rows. The last row n of the left half is between them, so their decay is the product of e^(sum
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared.kernels import matmul, packed, tiles
-from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels.spans import lanes, layout
 
 # Rows of a vector register: to take blocks of so many rows apart, or to join them, costs nothing.
 SUBLANES = 8
@@ -66,6 +67,12 @@ def level_table(C: int, base: int) -> np.ndarray:
     level = np.floor(np.log2(np.where(i == j, C, i ^ j))).astype(np.int32)
     level = np.where((i ^ j) < base, 0, level) if base > 1 else level
     return np.concatenate([np.where(i >= j, level, -1), np.where(i > j, level, -1)], axis=1)
+
+
+def table_of(C: int, base: int, m: int) -> np.ndarray:
+    """Return the table for tiles of m heads: `level_table`, or for `scores_beside` its transposed halves [2 C, m C]."""
+    table = level_table(C, base)
+    return table if m == 1 else np.tile(np.concatenate([table[:, :C].T, table[:, C:].T]), (1, m))
 
 
 class ChannelDecays(NamedTuple):
@@ -308,6 +315,47 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
     return out
 
 
+def scores_beside(q, e, k, decays: ChannelDecays, table, dtype, keys: lanes.Lanes) -> jax.Array:
+    """Return the decayed products of queries and erase keys with keys, for tiles of m heads: see `interaction_tile`.
+
+    The columns of the heads of a tile lie below one another in a product, each with zeros in the lanes of other heads.
+    So the scores of all heads land side by side, and upright.
+
+    Args:
+      q, e, k, decays, dtype: as in `interaction_tile`.
+      table: `table_of` [1, 2 C, m C].
+      keys: the lanes of tiles.
+
+    Returns:
+      [tiles, 2 C, m C] float32: row i has <q_i, e^(G_i - G_j) k_j> for i >= j of every head, and rows of erase keys
+      below them for i > j.
+    """
+    C, operand, m = k.shape[1], matmul.operand_dtype(dtype), keys.heads
+    stacked = packed.concat_rows([q, e])  # [tiles, 2 C, KL]
+    out = jnp.zeros((k.shape[0], 2 * C, m * C), jnp.float32)
+    if decays.base is None:
+        # Pairs of a row with itself, which have no decay, are in no product.
+        itself = lanes.Lanes(m, C).together(keys.sums(q * k))[:, :, : m * C]  # [tiles, C, m C]
+        out = jnp.where(table == C.bit_length() - 1, twice(itself), out)
+    for index, b, by_column, by_row in level_factors(decays):
+        # Only rows of right halves have pairs; to take whole registers apart costs nothing.
+        rows, of_rows, columns = stacked * by_row if b is None else halves(stacked, b)[1] * by_row, table, k
+        if b is None:
+            columns = k * by_column
+        else:
+            of_rows, columns = halves(table, b)[1], halves(k, b)[0] * by_column
+            columns = join_halves(columns, columns, b)
+        columns = packed.split_bf16(columns, dtype)  # each [tiles, C, KL]
+        product = matmul.dot_nt(
+            packed.concat_lanes([rows.astype(operand)] * len(columns)),
+            packed.concat_lanes([keys.below(x) for x in columns]),
+        )  # [tiles, 2 C or C, m C]
+        left, right = (None, out) if b is None else halves(out, b)
+        right = jnp.where(of_rows == index, product, right)
+        out = right if b is None else join_halves(left, right, b)
+    return out
+
+
 def boundary_tile(decays: ChannelDecays, masks: layout.SequenceMasks | None):
     """Return the decays from the start of a chunk, to its end and through it, within one sequence.
 
@@ -343,53 +391,62 @@ def transposed(x):
 
 
 def pack_scores(
-    q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype, upright: bool = True
-) -> jax.Array:
+    q, e, k, decays: ChannelDecays, levels, masks: layout.SequenceMasks | None, dtype, keys: lanes.Lanes,
+    upright: bool = True,
+) -> jax.Array:  # fmt: skip
     """Return the packed scores of queries above the scores of erase keys, [1, 2 C, p C], of a pack of heads.
 
     Args:
-      q, e, k: [p, C, K] float32, q scaled.
+      q, e, k: [p / m, C, KL] float32, q scaled.
       decays: the decays between rows of the chunk.
-      levels: `level_table`.
+      levels: `table_of`.
       masks: the masks of a chunk that holds several sequences, or None.
       dtype: the type of operands of products.
-      upright: otherwise the result is `transposed` later, and masks must be None.
+      keys: the lanes of tiles.
+      upright: otherwise the result is `transposed` later, and masks and several heads a tile are not allowed.
     """
+    if keys.heads > 1:
+        scores = scores_beside(q, e, k, decays, levels[None], dtype, keys)  # [p / m, 2 C, m C]
+        return _within(packed.side_lanes(scores, len(q)), masks, len(q) * keys.heads)
     interaction = interaction_tile(q, e, k, decays, levels[None], dtype, pairs=len(q) % 2 == 0)  # [p, C, 2 C]
     if not upright:
         return interaction
-    scores = transposed(interaction)  # [1, 2 C, p C]
-    return scores if masks is None else jnp.where(packed_pairs(masks.same, len(q)), scores, 0.0)
+    return _within(transposed(interaction), masks, len(q))
+
+
+def _within(scores, masks: layout.SequenceMasks | None, p: int) -> jax.Array:
+    """Return packed scores [1, 2 C, p C] with zeros between rows of several sequences."""
+    return scores if masks is None else jnp.where(packed_pairs(masks.same, p), scores, 0.0)
 
 
 def pack_boundary(readers, k, beta, decays: ChannelDecays, masks: layout.SequenceMasks | None):
     """Return the rows by which a chunk reads and writes the state, for a pack of heads.
 
     Args:
-      readers: [q, e] or [e], each [p, C, K] float32, q scaled.
-      k: [p, C, K] float32.
-      beta: [p, C, 1].
+      readers: [q, e] or [e], each [t, C, K] float32, q scaled.
+      k: [t, C, K] float32.
+      beta: [t, C, 1], or for tiles of several heads [t, C, K].
       decays, masks: as in `pack_scores`.
 
     Returns:
-      The rows that read the state before the chunk, decayed from its start: queries, if any, above erase keys, [p, 2 C
-      or C, K]; the keys times beta, decayed to the end of the chunk [p, C, K]; the decay over the chunk [p, 1, K].
+      The rows that read the state before the chunk, decayed from its start: queries, if any, above erase keys, [t, 2 C
+      or C, K]; the keys times beta, decayed to the end of the chunk [t, C, K]; the decay over the chunk [t, 1, K].
     """
-    from_start, to_end, through = boundary_tile(decays, masks)  # each [p, C, K], and [p, 1, K]
+    from_start, to_end, through = boundary_tile(decays, masks)  # each [t, C, K], and [t, 1, K]
     readers_decayed = packed.concat_rows(readers) * packed.concat_rows(from_start[-len(readers) :])
     return readers_decayed, (k * beta) * to_end, through
 
 
 def read_state(readers, S):
-    """Return the product of readers [heads, R, K] and the transposed S [heads, V, K], [heads, R, V] float32."""
+    """Return the product of readers [tiles, R, K] and the transposed S [tiles, V, K], [tiles, R, V] float32."""
     heads, V, K = S.shape
-    # Two heads fill the 256 x 256 weights of a matrix unit.
+    # Two tiles fill the 256 x 256 weights of a matrix unit.
     p = 2 if heads % 2 == 0 and 2 * K <= 256 and 2 * V <= 256 else 1
     S = packed.place_tiles(packed.pack_members(S.astype(readers.dtype), p))  # [heads / p, p V, p K]
     return packed.split_lanes(matmul.dot_nt(packed.side_registers(readers, p), S), p)
 
 
 def write_state(v_new_over_beta, ends):
-    """Return v_new_over_beta^T ends, [heads, V, K] float32, for `split_bf16` of both."""
+    """Return v_new_over_beta^T ends, [tiles, V, K] float32, for `split_bf16` of both."""
     left, right = packed.part_pairs(v_new_over_beta, ends)
     return matmul.dot_tn(packed.concat_rows(left), packed.concat_rows(right))

@@ -1,6 +1,7 @@
 """The tile mathematics of the backward of Kimi delta attention: arrays in, arrays out.
 
-States and their gradients are transposed, [V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<E, K>_D, -1)
+Tiles [h, C, K] may hold several heads, see shared.kernels.spans.lanes. States and their gradients are transposed,
+[V, K]. With the names of kernel.py, P = <Q, K>_D and A = tril(<E, K>_D, -1)
 without beta, Q scaled, and dS' the gradient of the state after the chunk:
 
     dv_new = P^T dO + (K e^(G_last - G)) dS'      dR = A_inv^T B dv_new      dV = dR
@@ -20,6 +21,7 @@ from jax import lax
 
 from chunkwise.kda import tile
 from chunkwise.shared.kernels import matmul, packed, tiles
+from chunkwise.shared.kernels.spans import lanes
 
 LEFT, RIGHT = range(2)
 
@@ -49,7 +51,7 @@ def _row_numbers(x):
 
 
 def unpacked(x, p: int):
-    """Return packed matrices [n, R, p C] transposed, head by head, [n p, C, R]."""
+    """Return packed matrices [n, R, p C] transposed, [n p, C, R]."""
     transposed = jnp.concatenate([jnp.swapaxes(x[i], 0, 1) for i in range(x.shape[0])])
     return transposed.reshape(x.shape[0] * p, -1, x.shape[1])
 
@@ -67,7 +69,9 @@ def factors_beyond_base(exact: tile.ChannelDecays, decays: tile.ChannelDecays):
             yield index, b, by_column, jnp.where(in_base > 0.0, 0.0, by_row)
 
 
-def interaction_bwd_tile(q, e, k, factors, table, d, p: int, dtype, by_level: bool, erase_before_decay: bool):
+def interaction_bwd_tile(
+    q, e, k, factors, table, d, p: int, dtype, by_level: bool, erase_before_decay: bool, keys: lanes.Lanes
+):
     """Return the gradients through `tile.interaction_tile`.
 
     Only pairs i > j count. The diagonal has no gate; with it, a gate's gradient would have a term as a row and the
@@ -77,10 +81,11 @@ def interaction_bwd_tile(q, e, k, factors, table, d, p: int, dtype, by_level: bo
       q, e, k, dtype: as in `tile.interaction_tile`.
       factors: the results of `tile.level_factors`.
       table: `pair_table`.
-      d: packed gradients [n, 2 C, p C] of the scores of queries above the scores of keys.
-      p: heads of a pack.
+      d: packed gradients [n, 2 C, p m C] of the scores of queries above the scores of keys.
+      p: tiles of a pack.
       by_level: the result of `sums_by_level`.
       erase_before_decay: whether erase keys read the state before the decay of their token.
+      keys: the lanes of tiles, of which each has m heads.
 
     Returns:
       The gradients of the rows [h, 2 C, K], and of k as columns [h, C, K]; and for the gates the terms of all pairs
@@ -90,9 +95,11 @@ def interaction_bwd_tile(q, e, k, factors, table, d, p: int, dtype, by_level: bo
     operand, crossing, early = matmul.operand_dtype(dtype), [], erase_before_decay
     # A term has both factors as the products have them, rounded: so a pair has one term, as a row and as a column.
     rounded = lambda x: x.astype(operand).astype(jnp.float32)
-    stacked, transposed = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, C, 2 C]
-    pairs = jnp.concatenate([table] * p, axis=1)[None]  # [1, 2 C, p C]
+    m = keys.heads
+    stacked, transposed = packed.concat_rows([q, e]), unpacked(d, p)  # [h, 2 C, K], [h, m C, 2 C]
+    pairs = jnp.concatenate([table] * (p * m), axis=1)[None]  # [1, 2 C, p m C]
     pairs_T = jnp.swapaxes(table, 0, 1)[None]  # [1, C, 2 C]
+    pairs_T = pairs_T if m == 1 else packed.concat_rows([pairs_T] * m)  # [1, m C, 2 C]
     split = [y.astype(jnp.float32) for y in packed.split_bf16(d, dtype)]  # each [n, 2 C, p C]
     d_rows, d_columns = jnp.zeros_like(stacked), jnp.zeros_like(k)  # [h, 2 C, K], [h, C, K]
     terms = None if by_level else jnp.zeros_like(k)
@@ -106,15 +113,16 @@ def interaction_bwd_tile(q, e, k, factors, table, d, p: int, dtype, by_level: bo
             rows, columns = tile.halves(stacked, b)[1] * by_row, tile.halves(k, b)[0] * by_column  # [h, C or C / 2, K]
             all_rows, all_columns = tile.join_halves(rows, rows, b), tile.join_halves(columns, columns, b)
             of_rows = [tile.halves(y, b)[1] for y in split]  # each [n, C, p C]
-            of_columns = tile.halves(transposed, b)[0]  # [h, C / 2, 2 C]
+            of_columns = tile.halves(transposed, b)[0]  # [h, m C / 2, 2 C]
             on_rows, on_columns = tile.halves(pairs, b)[1] == index, tile.halves(pairs_T, b)[0] == index
         # [n, 2 C or C, parts p C]
         of_rows = packed.concat_lanes([jnp.where(on_rows, y, 0.0).astype(operand) for y in of_rows])
-        of_rows = packed.multiply_packed(of_rows, all_columns.astype(operand), p, dtype)  # [h, 2 C or C, K]
-        column_parts = packed.split_bf16(jnp.where(on_columns, of_columns, 0.0), dtype)  # each [h, C or C / 2, 2 C]
+        of_rows = packed.multiply_packed(of_rows, keys.below(all_columns.astype(operand)), p, dtype)  # [h, 2 C or C, K]
+        column_parts = packed.split_bf16(jnp.where(on_columns, of_columns, 0.0), dtype)  # each [h, m C or m C / 2, 2 C]
         of_columns = matmul.dot(
             packed.concat_lanes(column_parts), packed.concat_rows([all_rows.astype(operand)] * len(column_parts))
-        )  # [h, C or C / 2, K]
+        )
+        of_columns = keys.beside(of_columns)  # [h, C or C / 2, K]
         d_rows = _add_to_half(d_rows, by_row * of_rows, b, RIGHT)
         d_columns = _add_to_half(d_columns, by_column * of_columns, b, LEFT)
         of_rows, of_columns = rounded(rows) * of_rows, rounded(columns) * of_columns
@@ -188,89 +196,102 @@ def _crossing(C: int, index: int):
     return ((gate >> index) == (row >> index)) & ((is_right & (row >= gate)) | (~is_right & (row < gate)))
 
 
-def through_outputs(scores, do, dtype):
+def through_outputs(scores, do, dtype, values: lanes.Lanes):
     """Return the gradient of the new values through the outputs of a chunk, [h, C, V], for which no state is needed."""
-    return packed.apply_transposed(scores[:, : do.shape[1]], do, dtype, do.shape[0] // scores.shape[0])
+    return apply_transposed(scores[:, : do.shape[1]], do, dtype, values)
 
 
-def back_to_values(k, beta, boundary, A_inv, of_outputs, dS, dtype):
+def apply_transposed(X, x, dtype, values: lanes.Lanes):
+    """Return X^T x of every head, [h, C, V], for packed X and tiles of values x [h, C, V]."""
+    return values.beside(packed.apply_transposed(X, x, dtype, x.shape[0] // X.shape[0]))
+
+
+def back_to_values(k, beta, boundary, A_inv, of_outputs, dS, dtype, keys: lanes.Lanes, values: lanes.Lanes):
     """Return gradients of the values of a chunk, [h, C, V] each, for which neither state nor values are needed.
 
     It is a generator that yields where a product waits for others.
 
     Args:
-      k, beta, boundary, dS, dtype: as in `outer_bwd_tile`.
+      k, beta, boundary, dS, dtype, keys, values: as in `outer_bwd_tile`.
       A_inv: packed [n, C, p C].
       of_outputs: the result of `through_outputs`.
 
     Returns:
       dv_new, the gradient of the new values, and dR, the gradient of the values.
     """
-    p, operand = k.shape[0] // A_inv.shape[0], matmul.operand_dtype(dtype)
+    operand = matmul.operand_dtype(dtype)
     _, to_end, _ = boundary
-    dv_new = of_outputs + matmul.dot_nt((k * to_end).astype(operand), dS.astype(operand))  # [h, C, V]
+    written = (k * to_end).astype(operand)
+    dv_new = of_outputs + matmul.dot_nt(written, keys.open_state(dS.astype(operand), values.size))  # [h, C, V]
     yield
-    return dv_new, packed.apply_transposed(A_inv, beta * dv_new, dtype, p)
+    return dv_new, apply_transposed(A_inv, values.together(beta) * dv_new, dtype, values)
 
 
-def back_to_state(q, e, boundary, do, dR, dS, dtype):
-    """Return the gradient of the state before a chunk, [h, V, K]; dR is from `back_to_values`."""
+def back_to_state(q, e, boundary, do, dR, dS, dtype, keys: lanes.Lanes):
+    """Return the gradient of the state before a chunk, for dS of the state after it; dR is from `back_to_values`."""
     (of_queries, of_erase_keys), _, through = boundary
     operand, parts = matmul.operand_dtype(dtype), packed.split_bf16(-dR, dtype)
     down = packed.concat_rows([do.astype(operand), *parts])  # [h, 3 C, V], or [h, 2 C, V] of float32
     q, e = ((x * decay).astype(operand) for x, decay in ((q, of_queries), (e, of_erase_keys)))
-    return through * dS + matmul.dot_tn(down, packed.concat_rows([q, *[e] * len(parts)]))
+    dS = keys.cut(through) * dS
+    return dS + keys.close_state(matmul.dot_tn(down, packed.concat_rows([q, *[e] * len(parts)])), dS.shape[1])
 
 
-def outer_bwd_tile(k, beta, beta_row, boundary, residuals, do, of_values, dS, same, dtype, erase_before_decay):
+def outer_bwd_tile(
+    k, beta, beta_row, boundary, residuals, do, of_values, dS, same, dtype, erase_before_decay, keys: lanes.Lanes,
+    values: lanes.Lanes,
+):  # fmt: skip
     """Return the gradients of the tokens of a chunk, except for the parts through scores of keys and queries.
 
     Args:
       k: [h, C, K] float32.
-      beta, beta_row: step sizes [h, C, 1], and packed [n, 1, p C].
+      beta, beta_row: step sizes of heads [m h, C, 1], and packed [n, 1, p C].
       boundary: the result of `tile.boundary_tile`.
-      residuals: the residuals of the forward: S [h, V, K] before the span, v_new_over_beta [h, C, V] and packed scores
+      residuals: the residuals of the forward: S before the span, v_new_over_beta [h, C, V] and packed scores
         [n, 2 C, p C].
       do: [h, C, V], gradient of the output, in the type of the tensors.
       of_values: the results of `back_to_values`.
-      dS: [h, V, K] float32, gradient of the state after the chunk.
+      dS: float32, gradient of the state after the chunk.
       same: [1, C, C], rows of one sequence, or None.
       dtype: the type of operands of products.
       erase_before_decay: whether erase keys read the state before the decay of their token.
+      keys, values: the lanes of tiles, of which each has m heads.
 
     Returns:
-      dbeta as the sum of [h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys,
+      dbeta as the sum of [m h, C, 1] and packed rows [n, 1, p C]; the gradient of the scores of queries above keys,
       packed [n, 2 C, p C], pairs i > j; and for `chunk_bwd_tile` the gradients of queries above keys through the state
       before the chunk [h, 2 C, K], of keys through the state after it [h, C, K], of the products of queries with the
-      keys of the same rows [h, C, 1], of all gates through the state that passes [h, 1, K], and of the products of
-      erase keys with the keys of the rows before [h, C, 1], None where these have a decay.
+      keys of the same rows, of all gates through the state that passes [h, 1, K], and of the products of erase keys
+      with the keys of the rows before, None where these have a decay. Both of products are [h, C, 1], or [h, C, K] of
+      several heads.
     """
     (S, v_new_over_beta, scores), (dv_new, dR) = residuals, of_values
-    C, p, operand = k.shape[1], k.shape[0] // scores.shape[0], matmul.operand_dtype(dtype)
+    C, p, operand = k.shape[1], scores.shape[2] // k.shape[1], matmul.operand_dtype(dtype)
     from_start, to_end, through = boundary
     down = packed.concat_rows([do.astype(operand), (-dR).astype(operand)])  # [h, 2 C, V]
-    outers = packed.outer(down, v_new_over_beta, dtype, p)  # [n, 2 C, p C]
+    outers = packed.outer(down, values.below(v_new_over_beta), dtype, p // keys.heads)  # [n, 2 C, p C]
     i, j = (lax.broadcasted_iota(jnp.int32, (1, 2 * C, p * C), axis) & (C - 1) for axis in (1, 2))
     pairs = i > j if same is None else (i > j) & tile.packed_pairs(same, p)  # [1, 2 C, p C]
     d_scores = jnp.where(pairs, outers, 0.0)  # [n, 2 C, p C]
-    v_new = beta * v_new_over_beta
+    v_new = values.together(beta) * v_new_over_beta
+    opened = lambda x: keys.open_state(x.astype(operand), values.size)  # [h, V, K]
     of_state = (
-        matmul.dot(down, S.astype(operand)) * packed.concat_rows(from_start),
-        matmul.dot(v_new.astype(operand), dS.astype(operand)) * to_end,
-        beta * jnp.sum(do.astype(jnp.float32) * v_new_over_beta, axis=-1, keepdims=True),
-        through * jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True),
-        _of_neighbours(dR, v_new, same) if erase_before_decay else None,
+        matmul.dot(down, opened(S)) * packed.concat_rows(from_start),
+        matmul.dot(v_new.astype(operand), opened(dS)) * to_end,
+        keys.together(beta * values.sums(do.astype(jnp.float32) * v_new_over_beta)),
+        through * keys.pad(jnp.sum(S.astype(jnp.float32) * dS, axis=1, keepdims=True)),
+        keys.together(_of_neighbours(dR, v_new, same, values)) if erase_before_decay else None,
     )
     dbeta = (
-        jnp.sum(dv_new * v_new_over_beta, axis=-1, keepdims=True),
+        values.sums(dv_new * v_new_over_beta),
         jnp.sum(d_scores[:, C:] * scores[:, C:], axis=1, keepdims=True),
     )
     return dbeta, d_scores * beta_row, of_state
 
 
-def _of_neighbours(dR, v_new, same):
-    """Return the gradient of the products of erase keys with the keys of the rows before, [h, C, 1]."""
-    found = -jnp.sum(dR * moved_down(v_new), axis=-1, keepdims=True)
+def _of_neighbours(dR, v_new, same, values: lanes.Lanes):
+    """Return the gradient of the products of erase keys with the keys of the rows before, of heads [m h, C, 1]."""
+    found = -values.sums(dR * moved_down(v_new))
     return found if same is None else jnp.where(tile.continuing(same) == 0.0, 0.0, found)
 
 

@@ -87,21 +87,39 @@ def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = F
 
     Args:
       pool_ref: the block of the pool.
-      state_ref: float32 [heads, K, V], or [heads, V, K] if `transposed`, both dimensions padded with zeros.
+      state_ref: float32 [heads, K, V], or [heads / m, V, m K] if `transposed`, all dimensions padded with zeros.
       continues: scalar int32.
-      transposed: whether the kernel holds states transposed.
+      transposed: whether the kernel holds states transposed, m heads side by side.
     """
-    size = pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
-    if size != state_ref.shape[1:]:
+    m, size = _sizes(pool_ref, state_ref, transposed)
+    if size != (state_ref.shape[1], state_ref.shape[2] // m):
         state_ref[...] = jnp.zeros_like(state_ref)
 
-    def fetch(head):
-        x = pool_ref[head].astype(jnp.float32)
+    def fetch(tile):
+        x = _below([pool_ref[head].astype(jnp.float32) for head in _heads(tile, m)], state_ref.shape[2] // m)
         # A slot that was freed may hold anything, so zeros are selected: 0 times NaN is NaN.
         x = jnp.where(continues == 1, x, 0.0)
-        state_ref[head, : size[0], : size[1]] = x.T if transposed else x
+        state_ref[tile, : size[0], : size[1] if m == 1 else None] = x.T if transposed else x
 
-    _each_head(pool_ref.shape[0], fetch)
+    _each_head(state_ref.shape[0], fetch)
+
+
+def _sizes(pool_ref, state_ref, transposed: bool) -> tuple[int, tuple[int, int]]:
+    """Return how many heads the kernel holds side by side, and the rows and columns of the state of one."""
+    return pool_ref.shape[0] // state_ref.shape[0], pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
+
+
+def _heads(tile, m: int) -> list:
+    """Return the heads of a tile."""
+    return [tile] if m == 1 else [tile * jnp.int32(m) + jnp.int32(j) for j in range(m)]
+
+
+def _below(states: list[jax.Array], rows: int) -> jax.Array:
+    """Return states below one another, with zeros between them where one has fewer rows than `rows`."""
+    if len(states) == 1:
+        return states[0]
+    pad = lambda x: jnp.concatenate([x, jnp.zeros((rows - x.shape[0], x.shape[1]), x.dtype)])
+    return jnp.concatenate([x if x.shape[0] == rows else pad(x) for x in states])
 
 
 def _each_head(heads: int, run) -> None:
@@ -117,10 +135,13 @@ def _each_head(heads: int, run) -> None:
 
 def put_states(state_ref, pool_ref, transposed: bool = False) -> None:
     """Store states in a slot, in the type of the pool: the inverse of `fetch_states`."""
-    size = pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
+    m, size = _sizes(pool_ref, state_ref, transposed)
 
-    def put(head):
-        x = state_ref[head, : size[0], : size[1]]
-        pool_ref[head] = (x.T if transposed else x).astype(pool_ref.dtype)
+    def put(tile):
+        x = state_ref[tile, : size[0], : size[1] if m == 1 else None]
+        x = (x.T if transposed else x).astype(pool_ref.dtype)
+        for j, head in enumerate(_heads(tile, m)):
+            first = j * state_ref.shape[2] // m
+            pool_ref[head] = x if m == 1 else x[first : first + size[1]]
 
-    _each_head(pool_ref.shape[0], put)
+    _each_head(state_ref.shape[0], put)
