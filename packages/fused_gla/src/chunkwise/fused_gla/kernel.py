@@ -131,6 +131,8 @@ def pass_in_packs(
         if n is not None:
             least = loads.load_row(refs.least, refs, s, chunk, heads, 1.0)
             o *= normaliser.factors(P, q, n, s.scale * start[:, :, :1], least, s.eps)
+        if refs.skip is not None:
+            o += loads.load_skip(refs, s, heads) * v.astype(jnp.float32)
         loads.store(refs.o, o, s, chunk, slice(heads.start // p, heads.stop // p))
 
     schedule.run_each(step, every, packs.heads_at_once(HEADS, every, group, p))
@@ -161,6 +163,7 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
         "g_gamma": (g_gamma, windows.along((heads, 1, s.C), 1)),
         "log_weight": (None if x.log_weight is None else tiles.clip_gate(x.log_weight), gate),
         "least": (x.least, gate),
+        "skip": (x.skip, windows.along((1, heads * s.V), None, 1)),
         "initial_state": (x.initial_state, cut.state(heads, *s.state)),
         "owner": (x.owner, cut.owner(s.C)),
     }

@@ -56,7 +56,8 @@ def _chunk_gradients(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     else:
         (_chunk_in_groups if s.constant else _chunk_in_packs)(refs, s, chunk)
     results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg, refs.dlog_weight
-    loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
+    sums = () if refs.dskip is None else ((refs.dskip, True),)
+    loads.poison(s, chunk, results, (refs.dstate, chunk.carried), *sums)
 
 
 def _chunk_in_groups(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
@@ -135,7 +136,12 @@ def _chunk_in_packs(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
             q, k, v, do, S, dS, scores[keys.start], mine, s.scale, p, s.parts, products, divided
         )  # fmt: skip
         normaliser.store(refs.dstate.at[heads], x.d_state, x.dn)
-        loads.store(refs.dv, x.dv, s, chunk, slice(heads.start // p, heads.stop // p))
+        dv = x.dv
+        if refs.skip is not None:
+            dv = dv + loads.load_skip(refs, s, heads) * do.astype(jnp.float32)
+        if refs.dskip is not None:
+            _add_skip(refs, heads.start // p, v, do)
+        loads.store(refs.dv, dv, s, chunk, slice(heads.start // p, heads.stop // p))
         begins = heads.start % group == 0
         sums[keys.start] = x.sums if begins else [y + z for y, z in zip(sums[keys.start], x.sums, strict=True)]
         if heads.stop % group == 0:
@@ -152,6 +158,16 @@ def _chunk_in_packs(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
         loads.store_gates(refs, refs.dg, terms.of_gates(chunk.same, chunk.ending), s, chunk, slice(0, every))
     if refs.dlog_weight is not None:
         loads.store_gates(refs, refs.dlog_weight, terms.of_weights(), s, chunk, slice(0, every))
+
+
+def _add_skip(refs: GlaRefs, first: int, v: jax.Array, do: jax.Array) -> None:
+    """Add the products of values and gradients of outputs, packs from number `first` on, to the sums over tokens."""
+    m, C, lanes = v.shape
+    product = v.astype(jnp.float32) * do.astype(jnp.float32)
+    # Whole registers are added up; XLA sums inside of them, once for all chunks.
+    parts = jnp.sum(product.reshape(m, C // 8, 8, lanes), axis=1)
+    for i in range(m):
+        refs.dskip[:, (first + i) * lanes : (first + i + 1) * lanes] += parts[i]
 
 
 def _chunk_in_step(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
@@ -201,6 +217,8 @@ def _gla_bwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     span = chunk_loop.current_span_backwards(refs.table, s)
     ends = chunk_loop.ends(span)
     chunk_loop.start_state(refs.dstate, refs.dht, ends)
+    if refs.dskip is not None:
+        pl.when(pl.program_id(2) == 0)(functools.partial(layout.clear, refs.dskip))
     if s.constant:
 
         @pl.when(ends)
@@ -299,8 +317,6 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         return cut.tokens(keys * s.K), shape, y.dtype if share == 1 else jnp.float32
 
     of_gates = {"dg"} if "dg" in outputs or "dg_gamma" in outputs else set()
-    if s.eps is not None:
-        of_gates = {"dg", "dlog_weight"}
     results = launcher.launch(
         functools.partial(_gla_bwd_kernel, s=s),
         GlaRefs,
@@ -316,6 +332,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
             "dv": (value, x.v.shape, x.v.dtype),
             "dg": (gate, gates, jnp.float32),
             "dlog_weight": (gate, gates, jnp.float32),
+            "dskip": (cut.per_row(None, 8, heads * s.V), (s.B, s.HV // heads, 8, heads * s.V), jnp.float32),
             "dh0": (cut.state(*state), (s.N, s.HV, *s.state), jnp.float32),
         },
         requested={"dq", "dk", "dv", *of_gates, *outputs},
@@ -326,6 +343,8 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         results[name] = _added_up(s, results[name], y, share)
     if "dg_gamma" in outputs:
         results["dg_gamma"] = _sum_gates(s, results["dg"])
+    if "dskip" in outputs:
+        results["dskip"] = jnp.sum(results["dskip"], axis=(0, 2)).reshape(1, -1)
     if "dleast" in outputs:
         results["dleast"] = jnp.zeros_like(x.least)
     return {name: y for name, y in results.items() if name in outputs}

@@ -63,6 +63,11 @@ def load_packs(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice
     return load(ref, s.p * s.V, s, chunk, at).astype(product_dtype(refs))
 
 
+def load_skip(refs: GlaRefs, s: GlaStatic, heads: slice) -> jax.Array:
+    """Return the factors of values in the output for some heads, as packs of one row [m, 1, p V]."""
+    return layout.load_heads(refs.skip, s.p * s.V, slice(heads.start // s.p, heads.stop // s.p))
+
+
 def load_keys(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
     """Return queries or keys of some value heads, [key heads, C, K] in the type of products."""
     return load(ref, s.K, s, chunk, key_heads(refs, s, heads)).astype(product_dtype(refs))

@@ -113,6 +113,8 @@ def lay_out(x: Arguments, static: GlaStatic, backward: bool) -> GlaOperands:
     gates = {name: rows(y) for name in ("g", "log_weight", "least") if (y := getattr(x, name)) is not None}
     if static.per_channel:
         gates["g"] = layout.to_lanes(x.g, static.T)
+    if x.skip is not None:
+        gates["skip"] = layout.to_lanes(x.skip.astype(jnp.float32)[None, None], 1)[0]
     g_gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
     states = fused.kernel_states(x.initial_state, transposed=True, sums=x.least is not None)
@@ -127,7 +129,7 @@ KERNELS = fused.Kernels(
     kernel_bwd.launch,
     kernel.launch,
     residuals=("h",),
-    optional=("g", "g_gamma", "log_weight", "least"),
+    optional=("g", "g_gamma", "log_weight", "least", "skip"),
     transposed=True,
     makes_map=lambda x, _: _per_channel(x),
     for_states=for_states,
