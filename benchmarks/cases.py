@@ -57,6 +57,8 @@ COMPOSED = {
     "rwkv7": Composed("dplr_delta_rule", H=64, HV=64, K=64, V=64, base="kda"),
     "xlstm-7b": Composed("mlstm", H=8, HV=8, K=256, V=512, base="simple_gla", tokens=1),
     "simple-gla-xlstm-7b": Layer("simple_gla", H=8, HV=8, K=256, V=512),
+    # A Mamba-2 with heads of 128 channels.
+    "simple-gla-64x128": Layer("simple_gla", H=8, HV=64),
     "gdn-32": Layer("gated_delta_rule", H=32, HV=32),
     "kda-64x64": Layer("kda", H=64, HV=64, K=64, V=64),
 }

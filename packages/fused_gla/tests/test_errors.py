@@ -29,7 +29,8 @@ GOOD = dict(q=spec(2, 64, 2, 8), k=spec(2, 64, 2, 8), v=spec(2, 64, 2, 4), g=spe
         ),
         (
             dict(config=Config(3, 1, 1), implementation="fused"),
-            "`config.heads` must divide 2 value heads in whole groups of 1 or inside of one; got 3.",
+            "`config.heads` must divide 2 value heads in whole groups of 1 or inside of one, and with K = 16 and "
+            "V = 16 in multiples of 128 channels or all heads; got 3.",
         ),
     ],
 )

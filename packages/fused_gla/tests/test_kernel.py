@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.fused_gla import Config, channels, tile
+from chunkwise.fused_gla import Config, channels, packs
 from chunkwise.shared.kernels.matmul import bf16_parts, kernel_trace
+from chunkwise.shared.kernels.spans.operands import ABSENT
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_gate, make_inputs
 from tests.either_gla import chunk_either_gla
@@ -23,11 +24,15 @@ def pair_sums(g, C):
     return sums
 
 
-def test_decays_keep_their_digits_beside_large_ones():
+@pytest.mark.parametrize("transposed", [False, True])
+def test_decays_keep_their_digits_beside_large_ones(transposed):
     # Differences of cumulative sums lose 3e-5 nats here.
     g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
-    decays = tile.decays(jnp.asarray(g, jnp.float32).reshape(1, 1, 128), 1.0)
-    assert_close("pairs", decays.pairs, np.tril(np.exp(pair_sums(g, 128)[..., 0])), STAGE_TOLERANCE)
+    with kernel_trace(True):
+        g_low = jnp.asarray(g, jnp.float32).reshape(1, 1, 128)
+        found = packs.pair_exponents(packs.Gates(g_low, None, ABSENT, ABSENT), 3, transposed=transposed)
+    found = np.swapaxes(found, 1, 2) if transposed else found
+    assert_close("pairs", np.tril(np.exp(found)), np.tril(np.exp(pair_sums(g, 128)[..., 0])), STAGE_TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["logsigmoid", "spikes"])

@@ -112,6 +112,10 @@ class Case(cases.Case):
 
 # Few, because compiling takes long; together they hold every gate, chunk size, type, kind of tail and packing.
 CASES = (
+    # Heads side by side: four of 32 channels in packed sequences, and two of 64.
+    Case(H=2, HV=8, K=16, V=32, T=70, chunk_size=32, lengths=(20, 0, 45)),
+    Case(HV=4, K=48, V=64, T=70, chunk_size=64, dtype="bfloat16"),
+    Case(HV=4, K=16, V=64, gamma=(-0.1, -1.0, -30.0, -np.inf), T=60, dtype="bfloat16", states=False),
     Case(gate="each", B=2, T=70, chunk_size=32),
     Case(gate="each", per_channel=True, states=False),
     Case(gate="each", lengths=(3, 0, 30)),

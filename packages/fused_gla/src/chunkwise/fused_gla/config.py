@@ -10,6 +10,8 @@ from chunkwise.shared.kernels import packed
 _BUDGET_BYTES = 8 * tuning.VMEM_LIMIT_BYTES // 15
 # The budget of a pipeline is larger, because twice as many heads halve the cost of filling and draining it.
 _PIPELINE_BUDGET_BYTES = 11 * tuning.VMEM_LIMIT_BYTES // 15
+# The most heads that the forward and the backward take at once; a block of more takes them in runs.
+RUN, RUN_BWD = 16, 8
 # The budget of the smallest possible grid step.
 _MOST_BYTES = 4 * tuning.VMEM_LIMIT_BYTES // 5
 
@@ -39,7 +41,7 @@ def vmem_bytes(
     keys = 2 * K * (itemsize + bwd * (4 if group > heads else itemsize))
     values = (3 if bwd else 2) * V * itemsize + (4 * K * (1 + bwd) if per_channel else 0)
     blocks = 2 * C * num_steps * (max(heads // group, 1) * keys + heads * values)
-    in_flight = 6 * C * (C + K + V) * 4
+    in_flight, run = 6 * C * (C + K + V) * 4, min(heads, max(group, RUN_BWD if bwd and per_channel else RUN))
     if bwd and not per_channel:
         # In a pipeline, tiles of few heads are needed at a time, but the decays of all heads stay.
         resident = (num_steps + 4) * K * V + C * (C + 2 * max(K, V))
@@ -47,7 +49,7 @@ def vmem_bytes(
     states = (num_steps + 8 if bwd else 5) * K * V * 4
     # Products of float32 operands are split into parts.
     levels = C.bit_length() * C * K * itemsize * (6 if bwd else 4) if per_channel else 0
-    return blocks + heads * (states + levels + in_flight)
+    return blocks + heads * states + run * (levels + in_flight)
 
 
 def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int, per_channel: bool) -> Config | None:
@@ -59,14 +61,14 @@ def default_for(H: int, HV: int, K: int, V: int, C: int, NT: int, itemsize: int,
 
     def fitting(most: int, bwd: bool) -> int:
         budget = _PIPELINE_BUDGET_BYTES if bwd and not per_channel else _BUDGET_BYTES
-        need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
-        fits = lambda n: need(n) <= (_MOST_BYTES if num_steps == 1 and n in (1, HV) else budget)
         sizes = [n for n in range(1, HV + 1) if tuning.divides_groups(n, H, HV, K, V)]
+        need = lambda n: vmem_bytes(n, HV // H, C, K, V, itemsize, per_channel, num_steps, bwd)
+        fits = lambda n: need(n) <= (_MOST_BYTES if num_steps == 1 and n == sizes[0] else budget)
         return max((n for n in sizes if n <= max(most, sizes[0]) and fits(n)), default=0)
 
     num_steps = tuning.largest_divisor(NT, 512 // C)
     while True:
-        heads, heads_bwd = fitting(16, bwd=False), fitting(8 if per_channel else 16, bwd=True)
+        heads, heads_bwd = fitting(RUN, bwd=False), fitting(RUN_BWD if per_channel else RUN, bwd=True)
         if num_steps == 1 or heads_bwd >= min(HV, 4):
             return Config(heads, heads_bwd, num_steps) if heads and heads_bwd else None
         num_steps = tuning.largest_divisor(NT, num_steps - 1)

@@ -12,16 +12,20 @@ boundary where its state comes in or goes out, and only chunks that the piece do
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import channels, config, loads, normaliser, tile
+from chunkwise.fused_gla import channels, config, loads, normaliser, packs, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaRefs, GlaStatic
-from chunkwise.shared.kernels import launcher, matmul, tiles, windows
-from chunkwise.shared.kernels.spans import chunk_loop, layout, stage_chunks
+from chunkwise.shared.kernels import launcher, matmul, packed, tiles, windows
+from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+
+# How many heads the forward takes in lock-step where gates are per head and differ from token to token.
+HEADS = 8
 
 
 def _gla_fwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
@@ -29,7 +33,7 @@ def _gla_fwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     if refs.ht is not None:
         # The block of the output stays in fast memory until another sequence begins.
         refs = refs._replace(state=refs.ht)
-    (span,), heads = chunk_loop.current_spans(refs.table, 1, s), slice(0, refs.state.shape[0])
+    (span,) = chunk_loop.current_spans(refs.table, 1, s)
     begins = (pl.program_id(2) == 0) | (span.first == 1)
     if refs.pool is None:
         chunk_loop.start_state(refs.state, refs.initial_state, begins)
@@ -42,39 +46,96 @@ def _gla_fwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     # The backward starts from this state when it recomputes the states between the chunks of the span.
     if refs.h is not None:
         refs.h[...] = refs.state[...]
-    constant = loads.constant_decays(refs, s, heads.stop)
+    constant = loads.constant_decays(refs, s, refs.state.shape[0])
     pairs = channels.Pairs.NONE if refs.o is None else loads.pairs_of(refs, s)
 
     def pass_chunk(chunk: stage_chunks.StageChunk) -> None:
         chunk = loads.isolate(refs, s, chunk, ("q", "k", "v"), (refs.state, chunk.carried))
-        q, k, v = loads.load_tensors(refs, s, chunk, heads)
-        decays = loads.load_decays(refs, s, chunk, heads, constant, pairs)
-        S, n = normaliser.split(refs.state[...], s)  # [heads, V, K], and [heads, 1, K]
-        after = tile.next_state(S, k, v, decays.to_end, decays.through, s.parts)
-        normaliser.store(refs.state, after, None if n is None else normaliser.next_sums(n, k, decays))
-        if refs.M is not None:
-            refs.M[...] *= decays.through
-        if refs.o is not None:
-            # Outputs read the tokens of the chunk, and the state before the chunk.
-            P = channels.scores(q, k, decays, chunk.same) if s.per_channel else tile.scores(q, k, decays)
-            from_state = tile.read_state(q, S, decays.from_start)  # [heads, C, V]
-            o = tile.read_chunk(P, v) + from_state
-            if n is not None:
-                o *= normaliser.factors(P, q, n, decays, loads.load_row(refs.least, refs, s, chunk, heads, 1.0), s.eps)
-            loads.store(refs.o, o, s, chunk, heads)
-            if pairs is channels.Pairs.PRODUCT:
-                # This stands behind everything else, because the compiler moves no operation across a branch.
-                @pl.when(channels.any_left_over(decays))
-                def _():
-                    levels, keys = loads.load_levels(refs, s, chunk, heads), channels.left_over(k, decays)
-                    P = channels.level_scores(q, keys, levels, s.scale, chunk.same)
-                    loads.store(refs.o, o + tile.read_chunk(P, v), s, chunk, heads)
-
+        if not (s.per_channel or s.constant):
+            pass_in_packs(refs, s, chunk)
+            loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
+            return
+        for heads in loads.runs_of(refs, s, config.RUN):
+            _pass_in_step(refs, s, chunk, heads, constant, pairs)
         loads.poison(s, chunk, (refs.o,), (refs.state, chunk.ending))
 
     chunk_loop.run_chunks(pass_chunk, refs, span, s, *chunk_loop.chunk_range(span, s))
     if refs.pool is not None:
         chunk_loop.write_pool(refs.state, refs.pool_out, span.last == 1, transposed=True)
+
+
+def _pass_in_step(
+    refs: GlaRefs, s: GlaStatic, chunk: stage_chunks.StageChunk, heads: slice, constant: Any, pairs: channels.Pairs
+) -> None:
+    """Take the state of some heads through a chunk, in lock-step, and store their output if it is wanted.
+
+    Gates are per channel, or the decays of all heads are constant.
+    """
+    q, k, v = loads.load_tensors(refs, s, chunk, heads)
+    decays = loads.load_decays(refs, s, chunk, heads, constant and constant.of(heads), pairs)
+    S = refs.state[heads]  # [heads, V, K]
+    refs.state[heads] = tile.next_state(S, k, v, decays.to_end, decays.through, s.parts)
+    if refs.M is not None:
+        refs.M[heads] *= decays.through
+    if refs.o is None:
+        return
+    # Outputs read the tokens of the chunk, and the state before the chunk.
+    P = channels.scores(q, k, decays, chunk.same) if s.per_channel else tile.scores(q, k, decays)
+    from_state = tile.read_state(q, S, decays.from_start)  # [heads, C, V]
+    o = tile.read_chunk(P, v) + from_state
+    loads.store(refs.o, o, s, chunk, heads)
+    if pairs is channels.Pairs.PRODUCT:
+        # This stands behind everything else, because the compiler moves no operation across a branch.
+        @pl.when(channels.any_left_over(decays))
+        def _():
+            levels, keys = loads.load_levels(refs, s, chunk, heads), channels.left_over(k, decays)
+            P = channels.level_scores(q, keys, levels, s.scale, chunk.same)
+            loads.store(refs.o, o + tile.read_chunk(P, v), s, chunk, heads)
+
+
+def pass_in_packs(
+    refs: GlaRefs, s: GlaStatic, chunk: stage_chunks.StageChunk, after: Any = None, backwards: bool = False
+) -> None:
+    """Take the state through a chunk whose gates are per head, and store the output if it is wanted.
+
+    The Ref of the state after the chunk may be another one. Backwards, keys have the decays from the start of the chunk
+    in the place of those to its end, and the scale.
+    """
+    p, dtype, every, output = s.p, loads.product_dtype(refs), refs.state.shape[0], refs.o is not None
+    group, count, after = loads.group_of(refs, s), loads.sum_parts(refs), refs.state if after is None else after
+    gates, shared = loads.load_sums(refs, s, chunk, start=output or backwards, end=not backwards), {}
+
+    def step(heads: slice) -> Iterator[None]:
+        keys, mine = loads.key_heads(refs, s, heads), gates.of(heads)
+        k, v = loads.load_keys(refs.k, refs, s, chunk, heads), loads.load_packs(refs.v, refs, s, chunk, heads)
+        S, n = normaliser.split(refs.state[heads], s)  # [heads, V, K], and [heads, 1, K]
+        exponents = packs.over_lanes(mine.sums, p, s.V, count)
+        if output:
+            q = loads.load_keys(refs.q, refs, s, chunk, heads)
+            if heads.start % group == 0:
+                shared[keys.start] = packs.scores(q, k, s.scale, False, chunk.same)
+            of_pairs = packs.pair_exponents(mine, count, transposed=False)
+            from_state = packs.read(q, (S.astype(dtype),), p * s.V)  # [packs, C, p V]
+        # These products wait for no other product, so those of the next heads may begin before these heads end.
+        yield
+        decays = jnp.exp2(exponents)
+        start, end = decays[: len(v)], decays[-len(v) :]
+        end = s.scale * end if backwards else end
+        v_end = tile.operands(v.astype(jnp.float32) * end, dtype, s.parts)
+        sums = None if n is None else normaliser.next_sums(n, k, end[:, :, :1], mine.through)
+        normaliser.store(after.at[heads], mine.through * S + packs.write(v_end, (k,), s.V), sums)
+        if not output:
+            return
+        P = jnp.exp2(of_pairs) * tiles.repeat_heads(shared[keys.start], heads.stop - heads.start)
+        o = matmul.dot(packed.side_lanes(P.astype(dtype), p), packs.placed(v, p)) + s.scale * start * from_state
+        if n is not None:
+            least = loads.load_row(refs.least, refs, s, chunk, heads, 1.0)
+            o *= normaliser.factors(P, q, n, s.scale * start[:, :, :1], least, s.eps)
+        if refs.skip is not None:
+            o += loads.load_skip(refs, s, heads) * v.astype(jnp.float32)
+        loads.store(refs.o, o, s, chunk, slice(heads.start // p, heads.stop // p))
+
+    schedule.run_each(step, every, packs.heads_at_once(HEADS, every, group, p))
 
 
 def _set_ones(ref) -> None:
@@ -102,6 +163,7 @@ def inputs_of(x: GlaOperands, s: GlaStatic, cut: layout.Blocks, heads: int, quer
         "g_gamma": (g_gamma, windows.along((heads, 1, s.C), 1)),
         "log_weight": (None if x.log_weight is None else tiles.clip_gate(x.log_weight), gate),
         "least": (x.least, gate),
+        "skip": (x.skip, windows.along((1, heads * s.V), None, 1)),
         "initial_state": (x.initial_state, cut.state(heads, *s.state)),
         "owner": (x.owner, cut.owner(s.C)),
     }

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import channels, kernel, loads, normaliser, tile
+from chunkwise.fused_gla import channels, config, kernel, loads, normaliser, packs, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaRefs, GlaStatic
 from chunkwise.shared.kernels import chunking, launcher, matmul, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule
@@ -22,6 +22,8 @@ from chunkwise.shared.kernels.spans.stage_chunks import StageChunk
 
 # How many heads the backward takes in lock-step, and how many such pairs it starts before it finishes the first one.
 PAIR, AHEAD = 2, 2
+# The same where gates are per head and differ from token to token, and heads share key heads.
+SHARED, SHARED_AHEAD = 4, 1
 
 
 def _stored_decays(refs: GlaRefs, s: GlaStatic, heads: slice) -> tile.GlaDecays | None:
@@ -34,13 +36,12 @@ def _stored_decays(refs: GlaRefs, s: GlaStatic, heads: slice) -> tile.GlaDecays 
 
 def _recompute_state(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the state after a chunk, which is the state before the next chunk."""
-    before, after, heads = refs.states.at[chunk.index], refs.states.at[chunk.index + 1], slice(0, refs.dstate.shape[0])
+    before, after = refs.states.at[chunk.index], refs.states.at[chunk.index + 1]
     chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
-    _, k, v = loads.load_tensors(refs, s, chunk, heads)
-    decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads))
-    S, n = normaliser.split(before[...], s)
-    S = tile.next_state(S, k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
-    normaliser.store(after, S, None if n is None else normaliser.next_sums(n, k, decays))
+    for heads in loads.runs_of(refs, s, config.RUN):
+        _, k, v = loads.load_tensors(refs, s, chunk, heads)
+        decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads))
+        after[heads] = tile.next_state(before[heads], k, v, decays.to_end[:, :, : s.K], decays.through, s.parts)
     # The state before the chunk may have been cleared, but the gradients must see that it is not finite.
     loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 
@@ -49,20 +50,24 @@ def _chunk_gradients(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the gradients of a chunk; for sequences that are not finite, NaN, also in the gradient of the state."""
     states = (refs.states.at[chunk.index], chunk.carried), (refs.dstate, chunk.ending)
     chunk = loads.isolate(refs, s, chunk, ("q", "k", "v", "do"), *states)
-    (_chunk_in_step if s.per_channel else _chunk_in_groups)(refs, s, chunk)
+    if s.per_channel:
+        for heads in loads.runs_of(refs, s, config.RUN_BWD):
+            _chunk_in_step(refs, s, chunk, heads)
+    else:
+        (_chunk_in_groups if s.constant else _chunk_in_packs)(refs, s, chunk)
     results = refs.dq, refs.dk, refs.dv, None if s.constant else refs.dg, refs.dlog_weight
-    loads.poison(s, chunk, results, (refs.dstate, chunk.carried))
+    sums = () if refs.dskip is None else ((refs.dskip, True),)
+    loads.poison(s, chunk, results, (refs.dstate, chunk.carried), *sums)
 
 
 def _chunk_in_groups(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
-    """Store the gradients of a chunk whose gates are per head.
+    """Store the gradients of a chunk of constant gates.
 
     The matrix unit works in program order: while it computes the products of some heads, the vector unit finishes
     earlier heads. Sums over the value heads of a key head, and products that these share, go from one pair to the next.
     """
-    every = refs.dstate.shape[0]
-    # Value heads of a key head in the block. A pair holds whole groups, or is a part of a group.
-    group = every // loads.key_heads(refs, s, slice(0, every)).stop
+    every, group = refs.dstate.shape[0], loads.group_of(refs, s)
+    # A pair holds whole groups, or is a part of a group.
     pair = PAIR if PAIR % group == 0 or group % PAIR == 0 else 1
     by_keys, sums = {}, {}
 
@@ -70,70 +75,118 @@ def _chunk_in_groups(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
         keys = loads.key_heads(refs, s, heads)
         begins, ends = heads.start % group == 0, heads.stop % group == 0
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
-        decays = loads.load_decays(refs, s, chunk, heads, _stored_decays(refs, s, heads))
+        decays = _stored_decays(refs, s, heads)
         do = loads.load(refs.do, s.V, s, chunk, heads).astype(k.dtype)  # [heads, C, V]
         states = lambda: (refs.states[chunk.index, heads], refs.dstate[heads])
-        (S, n), (dS, dn) = (normaliser.split(y, s) for y in states())  # [heads, V, K] and [heads, 1, K]
+        S, dS = states()  # [heads, V, K]
         by_keys[keys.start], products = tile.chunk_products(
             S, dS, q, k, v, do, s.parts, None if begins else by_keys[keys.start]
         )
         # These products wait for no other product, so the next pairs may begin before this pair ends.
         for _ in range(AHEAD):
             yield
-        pairs = decays.pairs
-        pairs_t = pairs if s.constant else jnp.swapaxes(pairs, 1, 2)  # [heads, C, C]
-        S, dS = (normaliser.split(y, s)[0] for y in states())
-        of_sums: Any = None
-        if n is not None:
-            least = loads.load_row(refs.least, refs, s, chunk, heads, 1.0)
-            products, pairs_t, decays, dn, of_sums = normaliser.chunk_bwd(
-                by_keys[keys.start], products, n, dn, q, pairs_t, decays, least, s.eps
-            )
-        sums[keys.start], dq, dk, dv, dS, exponents = tile.chunk_bwd(
-            by_keys[keys.start], products, S, dS, q, k, do, pairs_t, decays, s.parts,
-            None if begins else sums[keys.start], ends,
-        )  # fmt: skip
-        normaliser.store(refs.dstate.at[heads], dS, dn)
+        S, dS = states()
+        sums[keys.start], dq, dk, dv, refs.dstate[heads], exponents = tile.chunk_bwd(
+            by_keys[keys.start], products, S, dS, q, k, do, decays, s.parts, None if begins else sums[keys.start], ends
+        )
         for ref, x, at in ((refs.dq, dq, keys), (refs.dk, dk, keys), (refs.dv, dv, heads)):
             if x is not None:
                 loads.store(ref, x, s, chunk, at)
-        if refs.dg is None:
-            return
-        if s.constant:
+        if refs.dg is not None:
             refs.dg[heads] += tile.constant_gate_bwd(*exponents)
-            return
-        of_pairs, from_start, to_end, through = exponents
+
+    schedule.run_each(gradients, every, pair)
+
+
+def _recompute_in_packs(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
+    """Store the state after a chunk, as `_recompute_state` does, where gates differ from token to token."""
+    before, after = refs.states.at[chunk.index], refs.states.at[chunk.index + 1]
+    chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
+    kernel.pass_in_packs(refs._replace(state=before, o=None), s, chunk, after)
+    # The state before the chunk may have been cleared, but the gradients must see that it is not finite.
+    loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
+
+
+def _chunk_in_packs(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
+    """Store the gradients of a chunk whose gates are per head and differ from token to token.
+
+    Its order is that of `_chunk_in_groups`.
+    """
+    p, every, group = s.p, refs.dstate.shape[0], loads.group_of(refs, s)
+    most, ahead = (PAIR, AHEAD) if group == 1 else (SHARED, SHARED_AHEAD)
+    gates, count = loads.load_sums(refs, s, chunk), loads.sum_parts(refs)
+    scores, sums, terms = {}, {}, packs.GateTerms(s.C, every, packs.before_last(chunk.valid, chunk.ending, s.C))
+
+    def gradients(heads: slice) -> Iterator[None]:
+        keys, mine = loads.key_heads(refs, s, heads), gates.of(heads)
+        q, k = (loads.load_keys(ref, refs, s, chunk, heads) for ref in (refs.q, refs.k))
+        v, do = (loads.load_packs(ref, refs, s, chunk, heads) for ref in (refs.v, refs.do))
+        (S, n), (dS, dn) = (normaliser.split(y, s) for y in (refs.states[chunk.index, heads], refs.dstate[heads]))
+        if heads.start % group == 0:
+            scores[keys.start] = packs.scores(k, q, s.scale, True, chunk.same)
+        products = packs.chunk_products(q, k, v, do, S, dS, mine, p, s.parts, count)
+        # These products wait for no other product, so those of the next heads may begin before these heads end.
+        for _ in range(ahead):
+            yield
+        divided = None
         if n is not None:
-            loads.store_gates(refs, refs.dlog_weight, normaliser.weight_bwd(exponents), s, chunk, heads)
-            through += of_sums
-        # There is no gate between a token and itself.
-        of_pairs = jnp.where(tiles.strictly_lower(s.C), jnp.swapaxes(of_pairs, 1, 2), 0.0)  # [heads, C, C]
-        dg = through + tile.gate_bwd(of_pairs, from_start, to_end, chunk.same)  # [heads, 1, C]
-        loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
+            least = loads.load_row(refs.least, refs, s, chunk, heads, 1.0)
+            divided = normaliser.Divided(n, dn, least, s.eps)
+        x = packs.chunk_bwd(
+            q, k, v, do, S, dS, scores[keys.start], mine, s.scale, p, s.parts, products, divided
+        )  # fmt: skip
+        normaliser.store(refs.dstate.at[heads], x.d_state, x.dn)
+        dv = x.dv
+        if refs.skip is not None:
+            dv = dv + loads.load_skip(refs, s, heads) * do.astype(jnp.float32)
+        if refs.dskip is not None:
+            _add_skip(refs, heads.start // p, v, do)
+        loads.store(refs.dv, dv, s, chunk, slice(heads.start // p, heads.stop // p))
+        begins = heads.start % group == 0
+        sums[keys.start] = x.sums if begins else [y + z for y, z in zip(sums[keys.start], x.sums, strict=True)]
+        if heads.stop % group == 0:
+            dq, dk = packs.through_scores(sums[keys.start], q, k, s.scale, chunk.same)
+            loads.store(refs.dq, dq, s, chunk, keys)
+            loads.store(refs.dk, dk, s, chunk, keys)
+        if refs.dg is not None:
+            terms.add_gates(heads.start, x, p)
+        if refs.dlog_weight is not None:
+            terms.add_weights(heads.start, v, x, p)
 
-    for _ in schedule.software_pipeline(
-        gradients(slice(first, min(first + pair, every))) for first in range(0, every, pair)
-    ):
-        pass
+    schedule.run_each(gradients, every, packs.heads_at_once(most, every, group, p))
+    if refs.dg is not None:
+        loads.store_gates(refs, refs.dg, terms.of_gates(chunk.same, chunk.ending), s, chunk, slice(0, every))
+    if refs.dlog_weight is not None:
+        loads.store_gates(refs, refs.dlog_weight, terms.of_weights(), s, chunk, slice(0, every))
 
 
-def _chunk_in_step(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
-    """Store the gradients of a chunk whose gates are per channel, all heads in lock-step."""
-    heads, pairs = slice(0, refs.dstate.shape[0]), loads.pairs_of(refs, s)
+def _add_skip(refs: GlaRefs, first: int, v: jax.Array, do: jax.Array) -> None:
+    """Add the products of values and gradients of outputs, packs from number `first` on, to the sums over tokens."""
+    m, C, lanes = v.shape
+    product = v.astype(jnp.float32) * do.astype(jnp.float32)
+    # Whole registers are added up; XLA sums inside of them, once for all chunks.
+    parts = jnp.sum(product.reshape(m, C // 8, 8, lanes), axis=1)
+    for i in range(m):
+        refs.dskip[:, (first + i) * lanes : (first + i + 1) * lanes] += parts[i]
+
+
+def _chunk_in_step(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> None:
+    """Store the gradients of a chunk whose gates are per channel, of some heads in lock-step."""
+    pairs = loads.pairs_of(refs, s)
     q, k, v = loads.load_tensors(refs, s, chunk, heads)
     decays = loads.load_decays(refs, s, chunk, heads, pairs=pairs)
-    do = loads.load(refs.do, s.V, s, chunk).astype(k.dtype)  # [heads, C, V]
-    S, dS = refs.states[chunk.index], refs.dstate[...]
-    dq_state, dk_state, dv_state, through, refs.dstate[...] = channels.state_bwd(S, dS, q, k, v, do, decays)
+    do = loads.load(refs.do, s.V, s, chunk, heads).astype(k.dtype)  # [heads, C, V]
+    S, dS = refs.states[chunk.index, heads], refs.dstate[heads]
+    dq_state, dk_state, dv_state, through, refs.dstate[heads] = channels.state_bwd(S, dS, q, k, v, do, decays)
     P, dP = channels.scores(q, k, decays, chunk.same), matmul.dot_nt(do, v)  # [heads, C, C]
     dq_scores, dk_scores, exponents = channels.scores_bwd(dP, q, k, decays, chunk.same)
     dq, dk, dv = dq_state + dq_scores, dk_state + dk_scores, dv_state + matmul.dot_tn(P.astype(do.dtype), do)
     from_start, to_end = (
-        tiles.repeat_heads(y, heads.stop).astype(jnp.float32) * dy for y, dy in ((q, dq_state), (k, dk_state))
+        tiles.repeat_heads(y, len(v)).astype(jnp.float32) * dy for y, dy in ((q, dq_state), (k, dk_state))
     )
     # The decay of the state is a gate, too.
     dg = through + channels.gate_bwd(exponents, from_start, to_end, chunk.same)  # [heads, C, K]
-    _store(refs, s, chunk, dq, dk, dv, dg)
+    _store(refs, s, chunk, heads, dq, dk, dv, dg)
     if pairs is channels.Pairs.PRODUCT:
         # This stands behind everything else, because the compiler moves no operation across a branch.
         @pl.when(channels.any_left_over(decays))
@@ -143,15 +196,14 @@ def _chunk_in_step(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
             more_q, more_k, exponents = channels.level_scores_bwd(dP, q, keys, levels, s.scale, chunk.same)
             more_k = channels.left_over(more_k, decays)
             more_v, more_g = matmul.dot_tn(P.astype(do.dtype), do), channels.level_gate_bwd(exponents)
-            _store(refs, s, chunk, dq + more_q, dk + more_k, dv + more_v, dg + more_g)
+            _store(refs, s, chunk, heads, dq + more_q, dk + more_k, dv + more_v, dg + more_g)
 
 
-def _store(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, dq, dk, dv, dg) -> None:
+def _store(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice, dq, dk, dv, dg) -> None:
     """Store gradients [heads, C, D] of a chunk; those of q and k are added up over the value heads of a key head."""
-    heads = slice(0, refs.dstate.shape[0])
     keys = loads.key_heads(refs, s, heads)
     for ref, x in ((refs.dq, dq), (refs.dk, dk)):
-        loads.store(ref, tile.to_key_heads(x, keys.stop), s, chunk, keys)
+        loads.store(ref, tile.to_key_heads(x, keys.stop - keys.start), s, chunk, keys)
     loads.store(refs.dv, dv, s, chunk, heads)
     if refs.dg is not None:
         loads.store_gates(refs, refs.dg, dg, s, chunk, heads)
@@ -165,6 +217,8 @@ def _gla_bwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     span = chunk_loop.current_span_backwards(refs.table, s)
     ends = chunk_loop.ends(span)
     chunk_loop.start_state(refs.dstate, refs.dht, ends)
+    if refs.dskip is not None:
+        pl.when(pl.program_id(2) == 0)(functools.partial(layout.clear, refs.dskip))
     if s.constant:
 
         @pl.when(ends)
@@ -180,7 +234,7 @@ def _gla_bwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
         chunk_loop.clear_unowned(span, (refs.dq, refs.dk, refs.dv, refs.dg, refs.dlog_weight), backwards=True)
     first, end = chunk_loop.chunk_range(span, s)
     refs.states[first] = refs.h[...]
-    recompute = functools.partial(_recompute_state, refs, s)
+    recompute = functools.partial(_recompute_state if s.per_channel or s.constant else _recompute_in_packs, refs, s)
     chunk_loop.run_chunks(recompute, refs, span, s, first, end - 1)
     gradients = functools.partial(_chunk_gradients, refs, s)
     chunk_loop.run_chunks(gradients, refs, span, s, first, end, backwards=True)
@@ -192,15 +246,20 @@ def _gla_bwd_state_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     It is the forward's computation with queries in the place of keys and gradients of outputs in the place of values,
     but with decays from the start of the chunk.
     """
-    span, heads = chunk_loop.current_span_backwards(refs.table, s), slice(0, refs.ht.shape[0])
+    span = chunk_loop.current_span_backwards(refs.table, s)
     chunk_loop.start_state(refs.ht, refs.initial_state, chunk_loop.ends(span))
-    constant = loads.constant_decays(refs, s, heads.stop)
+    constant = loads.constant_decays(refs, s, refs.ht.shape[0])
 
     def pass_chunk(chunk: StageChunk) -> None:
         chunk = loads.isolate(refs, s, chunk, ("k", "v"), (refs.ht, chunk.ending))
-        _, k, v = loads.load_tensors(refs, s, chunk, heads)
-        decays = loads.load_decays(refs, s, chunk, heads, constant)
-        refs.ht[...] = tile.next_state(refs.ht[...], k, v, decays.from_start, decays.through, s.parts)
+        if not (s.per_channel or s.constant):
+            kernel.pass_in_packs(refs._replace(state=refs.ht), s, chunk, backwards=True)
+            loads.poison(s, chunk, (), (refs.ht, chunk.carried))
+            return
+        for heads in loads.runs_of(refs, s, config.RUN):
+            _, k, v = loads.load_tensors(refs, s, chunk, heads)
+            decays = loads.load_decays(refs, s, chunk, heads, constant and constant.of(heads))
+            refs.ht[heads] = tile.next_state(refs.ht[heads], k, v, decays.from_start, decays.through, s.parts)
         loads.poison(s, chunk, (), (refs.ht, chunk.carried))
 
     chunk_loop.run_chunks(pass_chunk, refs, span, s, *chunk_loop.chunk_range(span, s), backwards=True)
@@ -258,8 +317,6 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         return cut.tokens(keys * s.K), shape, y.dtype if share == 1 else jnp.float32
 
     of_gates = {"dg"} if "dg" in outputs or "dg_gamma" in outputs else set()
-    if s.eps is not None:
-        of_gates = {"dg", "dlog_weight"}
     results = launcher.launch(
         functools.partial(_gla_bwd_kernel, s=s),
         GlaRefs,
@@ -275,6 +332,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
             "dv": (value, x.v.shape, x.v.dtype),
             "dg": (gate, gates, jnp.float32),
             "dlog_weight": (gate, gates, jnp.float32),
+            "dskip": (cut.per_row(None, 8, heads * s.V), (s.B, s.HV // heads, 8, heads * s.V), jnp.float32),
             "dh0": (cut.state(*state), (s.N, s.HV, *s.state), jnp.float32),
         },
         requested={"dq", "dk", "dv", *of_gates, *outputs},
@@ -285,6 +343,8 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
         results[name] = _added_up(s, results[name], y, share)
     if "dg_gamma" in outputs:
         results["dg_gamma"] = _sum_gates(s, results["dg"])
+    if "dskip" in outputs:
+        results["dskip"] = jnp.sum(results["dskip"], axis=(0, 2)).reshape(1, -1)
     if "dleast" in outputs:
         results["dleast"] = jnp.zeros_like(x.least)
     return {name: y for name, y in results.items() if name in outputs}

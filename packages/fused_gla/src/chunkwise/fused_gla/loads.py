@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from chunkwise.fused_gla import channels, tile
+from chunkwise.fused_gla import channels, packs, tile
 from chunkwise.fused_gla.operands import GlaRefs, GlaStatic
 from chunkwise.shared.kernels import matmul, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
@@ -39,20 +39,48 @@ def load(ref, D: int, s: GlaStatic, chunk: StageChunk, heads: slice = slice(None
     return layout.load_heads(ref, D, heads, chunk.valid, _rows_at(s, chunk))
 
 
+def group_of(refs: GlaRefs, s: GlaStatic) -> int:
+    """Return how many value heads of the block share a key head."""
+    return refs.v.shape[1] // s.V // (refs.k.shape[1] // s.K)
+
+
 def key_heads(refs: GlaRefs, s: GlaStatic, heads: slice) -> slice:
     """Return the key heads of some value heads of the block."""
-    group = refs.v.shape[1] // s.V // (refs.k.shape[1] // s.K)
+    group = group_of(refs, s)
     return slice(heads.start // group, -(-heads.stop // group))
 
 
-def _product_dtype(refs: GlaRefs) -> jnp.dtype:
+def runs_of(refs: GlaRefs, s: GlaStatic, most: int) -> list[slice]:
+    """Return the heads of the block in runs of whole groups that share a key head, of `most` heads or fewer."""
+    every, group = refs.v.shape[1] // s.V, group_of(refs, s)
+    run = max((n for n in range(group, most + 1, group) if every % n == 0), default=group)
+    return [slice(first, first + run) for first in range(0, every, run)]
+
+
+def load_packs(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
+    """Return values, or what lies as they do, of some heads as packs [m, C, p V] in the type of products."""
+    at = slice(heads.start // s.p, heads.stop // s.p)
+    return load(ref, s.p * s.V, s, chunk, at).astype(product_dtype(refs))
+
+
+def load_skip(refs: GlaRefs, s: GlaStatic, heads: slice) -> jax.Array:
+    """Return the factors of values in the output for some heads, as packs of one row [m, 1, p V]."""
+    return layout.load_heads(refs.skip, s.p * s.V, slice(heads.start // s.p, heads.stop // s.p))
+
+
+def load_keys(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
+    """Return queries or keys of some value heads, [key heads, C, K] in the type of products."""
+    return load(ref, s.K, s, chunk, key_heads(refs, s, heads)).astype(product_dtype(refs))
+
+
+def product_dtype(refs: GlaRefs) -> jnp.dtype:
     """Return the type of products of the tensors that a launch has."""
     return matmul.operand_dtype(*(x.dtype for x in (refs.q, refs.unread, refs.k, refs.v) if x is not None))
 
 
 def load_tensors(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> tuple[Any, Any, jax.Array]:
     """Return q, k [key heads, C, K] and v [heads, C, V] in the type of products; None for a q that is not read."""
-    keys, dtype = key_heads(refs, s, heads), _product_dtype(refs)
+    keys, dtype = key_heads(refs, s, heads), product_dtype(refs)
     q, k = (None if ref is None else load(ref, s.K, s, chunk, keys).astype(dtype) for ref in (refs.q, refs.k))
     return q, k, load(refs.v, s.V, s, chunk, heads).astype(dtype)
 
@@ -61,7 +89,7 @@ def pairs_of(refs: GlaRefs, s: GlaStatic) -> channels.Pairs:
     """Return how the decays of pairs are made; gates per head have a decay for every pair."""
     if not s.per_channel:
         return channels.Pairs.NONE
-    return channels.Pairs.PRODUCT if _product_dtype(refs) == jnp.bfloat16 else channels.Pairs.LEVELS
+    return channels.Pairs.PRODUCT if product_dtype(refs) == jnp.bfloat16 else channels.Pairs.LEVELS
 
 
 def load_gates(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice) -> jax.Array:
@@ -80,6 +108,34 @@ def load_row(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice, 
     return x if valid is None else jnp.where(valid, x, otherwise)
 
 
+def load_sums(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, start: bool = True, end: bool = True) -> packs.Gates:
+    """Return the gates per head of a chunk, of all heads, with the sums of both kinds or of one."""
+    every = slice(0, refs.v.shape[1] // s.V)
+    to_base_2 = jnp.float32(tiles.LOG2_E)
+    g, weight = load_gates(refs, s, chunk, every) * to_base_2, None  # [h, 1, C]
+    sums = packs.sum_spans(g[:, 0], packs.spans_of(s.C, start, end))
+    if refs.log_weight is not None:
+        weight = load_row(refs.log_weight, refs, s, chunk, every, tiles.FORGET) * to_base_2
+        if end:
+            sums[-1] += weight[:, 0]
+    # A product with zeros and ones would carry what is not finite to other heads: it goes through the decays of pairs
+    # and of the chunk alone.
+    sums = [jnp.where(jnp.abs(x) < jnp.inf, x, 0.0) for x in sums]
+    faults = 0.0 if weight is None else weight * 0.0
+    through = jnp.exp2(jnp.sum(g + faults, axis=2, keepdims=True))
+    if chunk.masks is not None:
+        rows = [chunk.carried] * start + [chunk.ending] * end
+        rows = [tiles.to_row(x.astype(jnp.float32))[0] > 0.0 for x in rows]  # [1, C]
+        sums = [jnp.where(row, x, packs.NEVER) for row, x in zip(rows, sums, strict=True)]
+        through = jnp.where(chunk.masks.through, through, 0.0)
+    return packs.Gates(g, weight, jnp.stack(sums), through)
+
+
+def sum_parts(refs: GlaRefs) -> int:
+    """Return how many bfloat16 parts of gates exponents keep; 16 bits are enough for decays of bfloat16 tensors."""
+    return 2 if product_dtype(refs) == jnp.bfloat16 else 3
+
+
 def _load_parts(
     refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -90,7 +146,7 @@ def _load_parts(
     """
     g = load_gates(refs, s, chunk, heads)
     # For bfloat16 gates, clipped or not, one tile is enough.
-    count = 1 if refs.g.dtype == jnp.bfloat16 else 2 if _product_dtype(refs) == jnp.bfloat16 else 3
+    count = 1 if refs.g.dtype == jnp.bfloat16 else 2 if product_dtype(refs) == jnp.bfloat16 else 3
     return g, matmul.bf16_parts(g, count)
 
 
@@ -108,14 +164,9 @@ def load_decays(
     `pairs` are the decays of pairs that the caller reads where gates are per channel.
     """
     decays = constant
-    if decays is None and s.per_channel:
+    if decays is None:
         g, parts = _load_parts(refs, s, chunk, heads)
         decays = channels.decays(g, s.scale, chunk.same, pairs, parts)
-    elif decays is None:
-        weight = None
-        if refs.log_weight is not None:
-            weight = load_row(refs.log_weight, refs, s, chunk, heads, tiles.FORGET)
-        decays = tile.decays(load_gates(refs, s, chunk, heads), s.scale, chunk.same, weight)
     if chunk.masks is None:
         return decays
     return decays._replace(

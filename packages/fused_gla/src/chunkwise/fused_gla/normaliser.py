@@ -7,10 +7,12 @@ of a state [V, K]. They have a tile of 8 equal rows behind the rows of values. T
 float32, because the matrix unit would take as long for one channel as for 128, and the rounding of z is that of o.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gla import tile
+from chunkwise.fused_gla import packs, tile
 from chunkwise.fused_gla.operands import GlaStatic
 from chunkwise.shared.kernels import tiles
 
@@ -30,50 +32,63 @@ def store(ref, S: jax.Array, n: jax.Array | None) -> None:
     ref[:, V:] = jnp.broadcast_to(n, (h, 8, K))
 
 
-def next_sums(n: jax.Array, k: jax.Array, decays: tile.GlaDecays) -> jax.Array:
-    """Return the sums of keys after the chunk, [h, 1, K], as `tile.next_state` for values of 1."""
-    return decays.through * n + _column_sum(_of_values(k, n) * decays.to_end)
+def next_sums(n: jax.Array, k: jax.Array, to_end: jax.Array, through: jax.Array) -> jax.Array:
+    """Return the sums of keys after the chunk, [h, 1, K], as the state for values of 1; decays are columns."""
+    return through * n + _column_sum(_of_values(k, n) * to_end)
 
 
-def factors(P: jax.Array, q: jax.Array, n: jax.Array, decays: tile.GlaDecays, least: jax.Array, eps: float):
-    """Return 1 / D [h, C, 1] for the scores P [h, C, C] and `least` [h, 1, C]."""
-    z = _row_sum(P) + decays.from_start * _row_sum(_of_values(q, n) * n)
+def factors(P: jax.Array, q: jax.Array, n: jax.Array, from_start: jax.Array, least: jax.Array, eps: float):
+    """Return 1 / D [h, C, 1] for the scores P [h, C, C], scaled decays [h, C, 1], and `least` [h, 1, C]."""
+    z = _row_sum(P) + from_start * _row_sum(_of_values(q, n) * n)
     return 1.0 / (jnp.maximum(jnp.abs(z), tiles.to_column(least)) + eps)
 
 
-def chunk_bwd(by_keys, products, n, dn, q, pairs_t, decays: tile.GlaDecays, least, eps):
-    """Return what `tile.chunk_bwd` takes for outputs that are divided, and the gradient of n.
+class Divided(NamedTuple):
+    """The sums of a chunk whose outputs are divided, and their part of `packs.chunk_bwd`.
 
-    With P and from_start divided by D, y is o, and values of 1 have the cotangent e, which is -<do, o> sign(z) where
-    |z| divides, and else 0. The row e adds to the products of do and values, and to those of do and states.
+    With P and the decays to outputs divided by D, y is o, and values of 1 have the cotangent e, which is
+    -<do, o> sign(z) where |z| divides, and else 0.
 
-    Args:
-      by_keys, products: the results of `tile.chunk_products`.
+    Attributes:
       n, dn: the sums before the chunk, and the gradient of the sums after it, [h, 1, K].
-      q, pairs_t, decays: as in `tile.chunk_bwd`.
-      least, eps: as in `factors`.
-
-    Returns:
-      The products, pairs_t and decays of a chunk that is not divided; the gradient of n; and that of the exponent of
-      `through`, from n alone [h, 1, 1].
+      least: [h, 1, C], and eps: as in `factors`.
+      e: [h, 1, C], once `scores` has computed it.
     """
-    of_k, by_v, dP, by_do, do_t = products
-    by_keys, q = (_of_values(y, n) for y in (by_keys, q))  # [h, C, C], transposed, and [h, C, K]
-    z = _column_sum(pairs_t * by_keys) + tiles.to_row(decays.from_start * _row_sum(q * n))  # [h, 1, C]
-    factor = 1.0 / (jnp.maximum(jnp.abs(z), least) + eps)
-    pairs_t, from_start = pairs_t * factor, decays.from_start * tiles.to_column(factor)
-    read = _column_sum(pairs_t * by_keys * dP) + tiles.to_row(from_start * _row_sum(q * by_do))  # <do, o>
-    e = jnp.where(jnp.abs(z) > least, -jnp.sign(z) * read, 0.0)
-    column, passed = tiles.to_column(e), decays.through * dn
-    products = of_k, by_v + dn, dP + e, by_do + column * n, do_t
-    before = passed + _column_sum(q * (from_start * column))
-    return products, pairs_t, decays._replace(from_start=from_start), before, _row_sum(n * passed)
 
+    n: jax.Array
+    dn: jax.Array
+    least: jax.Array
+    eps: Any
+    e: Any = None
 
-def weight_bwd(exponents: tuple) -> jax.Array:
-    """Return the gradient of the logs of weights [h, 1, C] from the exponents of `tile.chunk_bwd`."""
-    pairs, _, to_end, _ = exponents
-    return tiles.to_row(_row_sum(pairs) + _row_sum(to_end))
+    def scores(self, pairs, start, dP, q, shared, by_state, like) -> tuple["Divided", tuple[jax.Array, ...]]:
+        """Return these sums with e, and pairs, start and dP of a chunk that is not divided.
+
+        `by_state` and `like`, queries or do, are the factors of what do reads of the state, to be added up over lanes.
+        """
+        of_state = _row_sum(by_state * like.astype(jnp.float32))
+        q = _of_values(q, self.n)
+        z = _column_sum(pairs * shared) + tiles.to_row(start[:, :, :1] * _row_sum(q * self.n))  # [h, 1, C]
+        factor = 1.0 / (jnp.maximum(jnp.abs(z), self.least) + self.eps)
+        pairs, start = pairs * factor, start * tiles.to_column(factor)
+        read = _column_sum(pairs * shared * dP) + tiles.to_row(start[:, :, :1] * of_state)  # <do, o>
+        e = jnp.where(jnp.abs(z) > self.least, -jnp.sign(z) * read, 0.0)
+        return self._replace(e=e), (pairs, start, dP + e)
+
+    def sums(self, x: packs.Gradients, P, start, end, q, k, through) -> packs.Gradients:
+        """Return gradients with those of the sums of keys, and of their decays and weights."""
+        keys, (d_scores, dq, dk) = len(q), x.sums
+        q, k = _of_values(q, self.n), _of_values(k, self.n)
+        read, end = start[:, :, :1] * tiles.to_column(self.e), end[:, :, :1]  # [h, C, 1]
+        before = through * self.dn
+        of_end = end * _row_sum(k * self.dn)
+        dq, dk = dq + tile.to_key_heads(read * self.n, keys), dk + tile.to_key_heads(end * self.dn, keys)
+        return x._replace(
+            sums=(d_scores, dq, dk),
+            dn=before + _column_sum(q * read),
+            of_through=x.of_through + _row_sum(self.n * before),
+            columns=(read * _row_sum(q * self.n), of_end, _row_sum(P * self.e) + of_end),
+        )
 
 
 def _of_values(x: jax.Array, n: jax.Array) -> jax.Array:

@@ -15,11 +15,13 @@ class GlaOperands(operands.Operands):
     Attributes:
       g_gamma: constant gates [HV, 1, 1] float32.
       log_weight, least: as in `Arguments`, laid out as gates per head.
+      skip: as in `Arguments`, [1, HV * V] float32.
     """
 
     g_gamma: jax.Array | None = None
     log_weight: jax.Array = operands.ABSENT
     least: jax.Array = operands.ABSENT
+    skip: jax.Array = operands.ABSENT
 
 
 jax.tree_util.register_dataclass(GlaOperands)
@@ -64,6 +66,7 @@ class GlaRefs(NamedTuple):
     g_gamma: jax.Ref  # [heads, 1, C], beside gates per head or without other gates
     log_weight: jax.Ref  # [chunks, heads, 1, C]
     least: jax.Ref  # [chunks, heads, 1, C]
+    skip: jax.Ref  # [1, heads V]
     initial_state: jax.Ref  # [heads, V, K]
     owner: jax.Ref  # int32 [chunks, 1, C]
 
@@ -84,6 +87,7 @@ class GlaRefs(NamedTuple):
     dv: jax.Ref  # [rows, heads V]
     dg: jax.Ref  # laid out as g; for constant gates [heads, 8, K]
     dlog_weight: jax.Ref  # [chunks, heads, 1, C]
+    dskip: jax.Ref  # [8, heads V], parts of a sum over the tokens of a row
     dh0: jax.Ref  # [heads, V, K]
     states: jax.Ref  # float32 [chunks or more, heads, V, K], before every chunk
     dstate: jax.Ref  # float32 [heads, V, K]; the Ref dh0, if that is requested

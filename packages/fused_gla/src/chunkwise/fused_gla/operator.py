@@ -84,13 +84,19 @@ def for_states(x: Arguments, options: Options) -> Options:
 def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> GlaStatic:
     """Return the static description of a launch."""
     (B, T, H, K), (HV, V), C, N = x.q.shape, x.v.shape[2:], options.chunk_size, x.num_states
+    K, V, sizes = packed.pad_channels(K), packed.pad_channels(V), options.config
+    constant = x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0
+    # A pack of heads is one register of lanes, whose heads share a key head.
+    p = packed.packing(V, HV // H, sizes.heads, sizes.heads_bwd)
+    alone = _per_channel(x) or constant or x.least is not None or p * V != packed.LANES
     return GlaStatic(
-        B, T, H, HV, packed.pad_channels(K), packed.pad_channels(V), C, N, options.scale, options.config,
+        B, T, H, HV, K, V, C, N, options.scale, sizes,
         varlen=x.cu_seqlens is not None and (x.with_state or bool(options.output_final_state)),
         readable=T,
         chunks=tuning.largest_divisor(chunking.num_chunks(T, C), options.config.num_steps),
+        p=1 if alone else p,
         per_channel=_per_channel(x),
-        constant=x.g is None and x.cu_seqlens is None and x.segment_ids is None and T % C == 0,
+        constant=constant,
         # The gradient of constant gates is a sum over all tokens, whose terms cancel; see `tile`.
         parts=2 if x.g_gamma is not None and "g_gamma" in requested else 1,
         eps=None if x.least is None else options.eps,
@@ -107,6 +113,8 @@ def lay_out(x: Arguments, static: GlaStatic, backward: bool) -> GlaOperands:
     gates = {name: rows(y) for name in ("g", "log_weight", "least") if (y := getattr(x, name)) is not None}
     if static.per_channel:
         gates["g"] = layout.to_lanes(x.g, static.T)
+    if x.skip is not None:
+        gates["skip"] = layout.to_lanes(x.skip.astype(jnp.float32)[None, None], 1)[0]
     g_gamma = None if x.g_gamma is None else tiles.clip_gate(x.g_gamma)[:, None, None]
     q, k, v = (layout.to_lanes(y, static.T) for y in (x.q, x.k, x.v))
     states = fused.kernel_states(x.initial_state, transposed=True, sums=x.least is not None)
@@ -121,7 +129,7 @@ KERNELS = fused.Kernels(
     kernel_bwd.launch,
     kernel.launch,
     residuals=("h",),
-    optional=("g", "g_gamma", "log_weight", "least"),
+    optional=("g", "g_gamma", "log_weight", "least", "skip"),
     transposed=True,
     makes_map=lambda x, _: _per_channel(x),
     for_states=for_states,

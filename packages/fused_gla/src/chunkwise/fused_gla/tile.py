@@ -45,6 +45,10 @@ class GlaDecays(NamedTuple):
     through: jax.Array
     scale: jax.Array | float
 
+    def of(self, heads: slice) -> "GlaDecays":
+        """Return the decays of some heads, all arrays."""
+        return GlaDecays(*(x[heads] for x in self[:4]), self.scale)
+
 
 def within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
     """Return the pairs of a mask that are of one sequence."""
@@ -54,35 +58,6 @@ def within(mask: jax.Array, same: jax.Array | None) -> jax.Array:
 def for_heads(x: jax.Array, h: int) -> jax.Array:
     """Return x [1 or h, ...] as [h, ...]."""
     return jnp.broadcast_to(x, (h, *x.shape[1:]))
-
-
-def decays(
-    g: jax.Array, scale: jax.Array | float, same: jax.Array | None = None, log_weight: jax.Array | None = None
-) -> GlaDecays:
-    """Return the decays of a chunk with gates per head; `channels` has those of gates per channel.
-
-    Args:
-      g: gates in nats, [h, 1, C], zero on padding.
-      scale: the scale of the outputs, float32.
-      same: bool [1 or h, C, C], whether two tokens belong to one sequence; None if all do.
-      log_weight: logs of the weights of tokens [h, 1, C], which decays from a token include; None for weights of 1.
-    """
-    h, C = g.shape[0], g.shape[2]
-    # Row i holds the gates of the tokens up to i, [h, C, C]; entry (i, j) of the product adds up the gates after j.
-    up_to = jnp.where(tiles.lower(C), g, 0.0)
-    between = matmul.dot(up_to, for_heads(tiles.strictly_lower(C).astype(jnp.float32), h))  # [h, C, C]
-    from_first = up_to if same is None else jnp.where(same, up_to, 0.0)  # [h, C, C]
-    after = jnp.where(within(~tiles.lower(C), same), g, 0.0)  # [h, C, C]
-    if log_weight is not None:
-        between = between + log_weight
-        after = jnp.where(tiles.row_index(C) == tiles.column_index(C), log_weight, after)
-    return GlaDecays(
-        pairs=jnp.where(within(tiles.lower(C), same), scale * jnp.exp(between), 0.0),
-        from_start=scale * jnp.exp(jnp.sum(from_first, axis=2, keepdims=True)),
-        to_end=jnp.exp(jnp.sum(after, axis=2, keepdims=True)),
-        through=jnp.exp(jnp.sum(g, axis=2, keepdims=True)),
-        scale=scale,
-    )
 
 
 def constant_decays(gamma: jax.Array, scale: jax.Array | float, C: int) -> GlaDecays:
@@ -114,14 +89,14 @@ def scaled(x: jax.Array, decay: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) * decay).astype(x.dtype)
 
 
-def _operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
+def operands(x: jax.Array, dtype, parts: int) -> tuple[jax.Array, ...]:
     """Return x as operands of `dtype`: x itself, or bfloat16 parts if x was computed."""
     return (x,) if x.dtype == dtype else matmul.bf16_parts(x, parts)
 
 
 def _product(contract, a: jax.Array, b: jax.Array, dtype, parts: int) -> jax.Array:
     """Return a product by a function of `matmul`, from operands of `dtype`, without products of two second parts."""
-    left, right = packed.part_pairs(_operands(a, dtype, parts), _operands(b, dtype, parts))
+    left, right = packed.part_pairs(operands(a, dtype, parts), operands(b, dtype, parts))
     axes = {matmul.dot: (2, 1), matmul.dot_nt: (2, 2), matmul.dot_tn: (1, 1)}[contract]
     return contract(*(jnp.concatenate(x, axis=axis) for x, axis in zip((left, right), axes, strict=True)))
 
@@ -146,7 +121,7 @@ def next_state(S: jax.Array, k: jax.Array, v: jax.Array, to_end: jax.Array, thro
 
 
 def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
-    """Return products for `chunk_bwd`, of a chunk with gates per head, that wait for no other product.
+    """Return products for `chunk_bwd`, of a chunk of constant gates, that wait for no other product.
 
     Args:
       S: [h, V, K], the state before the chunk.
@@ -164,19 +139,19 @@ def chunk_products(S, dS, q, k, v, do, parts, by_keys: jax.Array | None = None):
     left operand are side by side, and the scores are transposed, as two of the three products that read them need.
     """
     transposed = lambda x: jnp.swapaxes(x, 1, 2)
-    dS, *dS_more = _operands(dS, q.dtype, parts)  # [h, V, K] each
+    dS, *dS_more = operands(dS, q.dtype, parts)  # [h, V, K] each
     do_t = transposed(jnp.concatenate([do] * (1 + len(dS_more)), axis=1))  # [h, V, parts C]
     of_v = matmul.dot(v, jnp.concatenate([dS, do_t[:, :, : do.shape[1]]], axis=2))  # [h, C, K + C]
     lanes = v.shape[0] // k.shape[0] * v.shape[2]
-    right = [_side_by_side(transposed(dS), k.shape[0])] + ([transposed(q)] if by_keys is None else [])
+    right = [side_by_side(transposed(dS), k.shape[0])] + ([transposed(q)] if by_keys is None else [])
     of_k = matmul.dot(k, jnp.concatenate(right, axis=2))  # [n, C, lanes + C]
     by_keys = of_k[:, :, lanes:] if by_keys is None else by_keys
     by_v = of_v[:, :, : q.shape[2]] + sum(matmul.dot(v, part) for part in dS_more)
     by_do = _product(matmul.dot, do, S, q.dtype, parts)
-    return by_keys, (_one_by_one(of_k[:, :, :lanes], v.shape[0]), by_v, of_v[:, :, q.shape[2] :], by_do, do_t)
+    return by_keys, (one_by_one(of_k[:, :, :lanes], v.shape[0]), by_v, of_v[:, :, q.shape[2] :], by_do, do_t)
 
 
-def _side_by_side(x: jax.Array, n: int) -> jax.Array:
+def side_by_side(x: jax.Array, n: int) -> jax.Array:
     """Return tiles [h, R, L] as [n, R, h / n L]: the value heads of a key head side by side in the lanes."""
     if x.shape[0] == n:
         return x
@@ -184,8 +159,8 @@ def _side_by_side(x: jax.Array, n: int) -> jax.Array:
     return jnp.concatenate([grouped[:, i] for i in range(grouped.shape[1])], axis=2)
 
 
-def _one_by_one(x: jax.Array, h: int) -> jax.Array:
-    """Return [n, R, h / n L] as tiles [h, R, L]; the inverse of `_side_by_side`."""
+def one_by_one(x: jax.Array, h: int) -> jax.Array:
+    """Return [n, R, h / n L] as tiles [h, R, L]; the inverse of `side_by_side`."""
     if x.shape[0] == h:
         return x
     L = x.shape[0] * x.shape[2] // h
@@ -193,14 +168,14 @@ def _one_by_one(x: jax.Array, h: int) -> jax.Array:
     return jnp.stack(each, axis=1).reshape(h, x.shape[1], L)
 
 
-def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, parts, before, last: bool):
-    """Return all gradients of a chunk whose gates are per head, float32.
+def chunk_bwd(by_keys, products, S, dS, q, k, do, decays: GlaDecays, parts, before, last: bool):
+    """Return all gradients of a chunk of constant gates, float32.
 
     Args:
       by_keys, products: the results of `chunk_products`.
       S, dS, q, k, do, parts: as in `chunk_products`.
-      pairs_t: `GlaDecays.pairs` transposed.
-      decays: the decays of the chunk; to_end, if it is repeated over lanes, is at least as wide as K and V.
+      decays: the decays of the chunk, those of pairs transposed; to_end, if it is repeated over lanes, is at least as
+        wide as K and V.
       before: the sums of the earlier heads of the same group, None for the first heads of a group.
       last: whether these heads are the last ones of their group, or of the block's part of the group.
 
@@ -212,6 +187,7 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, pa
       by channel [h, C, K], and of through [h, 1, 1 or K].
     """
     by_k, by_v, dP, by_do, do_t = products
+    pairs_t = decays.pairs
     n, dtype, K, V = q.shape[0], q.dtype, q.shape[2], do.shape[2]
     by_keys, q_each = (tiles.repeat_heads(x, do.shape[0]) for x in (by_keys, q))  # [h, C, C], [h, C, K]
     # P [h, C, C], transposed like dP, and dS before the chunk [h, V, K].
@@ -234,27 +210,9 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, pairs_t, decays: GlaDecays, pa
         sums[1] + matmul.dot(jnp.swapaxes(decayed, 1, 2), k) if last else None,
         sums[2] + matmul.dot(decayed, q) if last else None,
         decays.to_end[:, :, :V] * by_k + matmul.dot(P.astype(dtype), do),
-        dS_before + matmul.dot(do_t, jnp.concatenate(_operands(q_decayed, dtype, parts), axis=1)),
+        dS_before + matmul.dot(do_t, jnp.concatenate(operands(q_decayed, dtype, parts), axis=1)),
         exponents,
     )
-
-
-def gate_bwd(exponents, d_from_start: jax.Array, d_to_end: jax.Array, same: jax.Array | None = None) -> jax.Array:
-    """Return the gradient of the gates of a chunk, [h, 1, C], from gradients of its exponents.
-
-    Args:
-      exponents: of `GlaDecays.pairs`, [h, C, C], zero except for pairs i > j.
-      d_from_start, d_to_end: [h, C, K], gradients of the exponents of `from_start` and `to_end`, by channel.
-      same: as in `decays`.
-    """
-    # The gate of token m is in the exponent of every pair i >= m > j: a product sums over j < m, and then rows are
-    # summed over i >= m.
-    h, C, _ = exponents.shape
-    before = for_heads((tiles.row_index(C) < tiles.column_index(C)).astype(jnp.float32), h)  # [h, C, C]
-    through = matmul.dot(exponents, before) + jnp.where(within(tiles.lower(C), same), _row_sum(d_from_start), 0.0)
-    # [h, C, C], row i, column m: the decay from token i to the end has the gates m > i.
-    left = jnp.where(within(~tiles.lower(C), same), _row_sum(d_to_end), 0.0)
-    return jnp.sum(jnp.where(tiles.lower(C), through, left), axis=1, keepdims=True)
 
 
 def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array:
@@ -264,7 +222,7 @@ def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array
 
     Args:
       exponents: [h, C, C], transposed, as `chunk_bwd` returns them.
-      d_from_start, d_to_end: as in `gate_bwd`.
+      d_from_start, d_to_end: [h, C, K], gradients of the exponents of `from_start` and `to_end`, by channel.
       d_through: the gradient of the exponent of `through`, [h, 1, K].
     """
     h, C, K = d_to_end.shape
@@ -277,7 +235,3 @@ def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array
     first = lax.broadcasted_iota(jnp.int32, (1, 8, 1), 1) == 0
     states = parts((after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end)
     return states + pairs + jnp.where(first, C * d_through, 0.0)
-
-
-def _row_sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, axis=2, keepdims=True)

@@ -58,9 +58,10 @@ class Arguments(NamedTuple):
       slots: where the states of the sequences lie in a pool; None for no pool.
       p: erase keys of a delta rule that does not erase by k, [B, T, H, K] or [B, T, HV, K].
       b, w: erase gates [B, T, HV, K], which multiply k to make p, and write gates [B, T, HV, V], which multiply v.
-      log_weight: logs, at most 0, of the weights with which tokens are written, [B, T, HV].
+      log_weight: logs of the weights with which tokens are written, [B, T, HV].
       least: [B, T, HV], the least divisors of outputs that are divided by what queries read from the sums of keys. Then
         states have these sums as one more channel. It has no gradient.
+      skip: [HV, V], multiplies v, and is added to the output.
     """
 
     q: jax.Array
@@ -81,6 +82,7 @@ class Arguments(NamedTuple):
     w: jax.Array | None = None
     log_weight: jax.Array | None = None
     least: jax.Array | None = None
+    skip: jax.Array | None = None
 
     @property
     def channels(self) -> int:

@@ -38,6 +38,7 @@ _LAYOUT = partition.Layout(
         "w": "btnd",
         "log_weight": "btn",
         "least": "btn",
+        "skip": "nd",
         **SLOT_DIMENSIONS,
     },
     results=("btnd", "sn.d"),

@@ -5,7 +5,7 @@ wait, too. So a chain of such products is cut into stages, of a few heads each, 
 of other stages stand between two products of one stage.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,6 +29,12 @@ def software_pipeline(stages: Iterable[Iterator]) -> Iterator[None]:
             return
         running = [stage for stage in running if next(stage, done) is not done]
         yield
+
+
+def run_each(stage: Callable[[slice], Iterator], heads: int, some: int) -> None:
+    """Run a stage for `some` heads at a time, by `software_pipeline`."""
+    for _ in software_pipeline(stage(slice(first, min(first + some, heads))) for first in range(0, heads, some)):
+        pass
 
 
 def interleave(order: str, **each: Iterator) -> None:
