@@ -94,7 +94,7 @@ def compiled(operator: str, implementation: str):
     traces = []
 
     def step(tokens, pool, schedule):
-        traces.append((pool.dtype, jax.tree.structure(schedule), schedule["state_indices"].shape))
+        traces.append((pool.dtype, jax.tree.structure(schedule), *(x.shape for x in schedule.values())))
         options = dict(block_size=BLOCK, chunk_size=CHUNK, implementation=implementation)
         return OPERATORS[operator](**tokens, states=pool, **schedule, **options)
 
