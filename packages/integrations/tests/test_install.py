@@ -83,7 +83,11 @@ def test_maxtext_refuses_its_own_kernel(monkeypatch):
     """A config with a kernel of MaxText's would pass by our functions; without it the layer calls them."""
     (path,), names = REPLACED[maxtext], REPLACED[maxtext]["maxtext.models.qwen3"]
     with_functions(monkeypatch, path, names)
-    lines = "class Qwen3NextGatedDeltaNet:", "def __call__(self, x):", "return x if self.config.use_gdn_kernel else {0}()"
+    lines = (
+        "class Qwen3NextGatedDeltaNet:",
+        "def __call__(self, x):",
+        "return x if self.config.use_gdn_kernel else {0}()",
+    )
     exec(f"{lines[0]}\n {lines[1]}\n  {lines[2].format(names[0])}", vars(sys.modules[path]))
     layer = sys.modules[path].Qwen3NextGatedDeltaNet()
     theirs = type(layer).__call__

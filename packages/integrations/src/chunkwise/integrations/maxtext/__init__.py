@@ -20,8 +20,8 @@ def install(documents: bool = False) -> PutBack:
     """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise; return a function to undo this.
 
     MaxText has no setting for this, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
-    afterwards use chunkwise. A model with `use_gdn_kernel`, which newer versions have, would run MaxText's kernel instead
-    of these functions: its layer raises a ValueError that says so.
+    afterwards use chunkwise. With `use_gdn_kernel` of newer versions, MaxText would run a kernel of its own instead of
+    these functions: its layer raises a ValueError then.
 
     Args:
       documents: whether the documents of a packed row are kept apart in training. MaxText's layer passes the state, and
