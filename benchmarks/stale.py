@@ -40,6 +40,7 @@ def measure(path: Path) -> list[dict]:
     saved = json.loads(path.read_text())
     if saved["command"] not in ("tpu", "scale", "step"):
         return []
+    tpu.require_compiler()
     rows = [row for row in saved["rows"] if row.get("implementation") not in PEERS]
     known = [row for row in rows if "traced" in row] if saved["jax"] == jax.__version__ else []
     stale = [row for row in known if tpu.digest(trace(saved["command"], row)) != row["traced"]]

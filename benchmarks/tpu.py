@@ -233,16 +233,21 @@ def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool,
     return first_result(codes, timeout)
 
 
+def require_compiler() -> None:
+    """End the command without the TPU compiler."""
+    if not compiler.has_libtpu():
+        raise SystemExit(
+            "An estimate needs the TPU compiler: `python -m pip install libtpu` brings it, for Linux on x86."
+        )
+
+
 def first_result(codes: list[str], timeout: float) -> dict:
     """Run these programs, each in a new process, until one ends well, and return its result.
 
     The last statement of a program is an expression for JSON, its result. `failed` is set if no program gave a result.
     Without the TPU compiler no program could, so the whole command ends.
     """
-    if not compiler.has_libtpu():
-        raise SystemExit(
-            "An estimate needs the TPU compiler: `python -m pip install libtpu` brings it, for Linux on x86."
-        )
+    require_compiler()
     failure = ""
     for code in codes:
         imports, _, expression = code.rpartition("; ")

@@ -142,12 +142,15 @@ class Block(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The weights of a model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary]."""
+    """The weights of a model: embedding [vocabulary, D], blocks, norm [D], head [D, vocabulary].
+
+    The head is None where it is the embedding: one array then has the gradients of both.
+    """
 
     embedding: jax.Array
     blocks: tuple[Any, ...]
     norm: jax.Array
-    head: jax.Array
+    head: jax.Array | None
 
 
 class Experts(NamedTuple):

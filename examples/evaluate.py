@@ -25,17 +25,20 @@ from lm_eval.utils import make_table
 
 import generation
 
-MODELS = ("qwen3_5", "kimi_linear", "mamba2", "olmo_hybrid")
+MODELS = ("qwen3_5", "kimi_linear", "mamba2", "olmo_hybrid", "xlstm_7b")
 PIECE = 64  # tokens of a row whose logits are in memory at once, and of which a row has a multiple
 
 
-@jax.jit
-def score(x, head, targets):
-    """Return log p of targets [B, T] after hidden states x [B, T, D], and whether each is the likeliest token."""
+@functools.partial(jax.jit, static_argnames="cap")
+def score(x, weights, targets, cap: float | None):
+    """Return log p of targets [B, T] after hidden states x [B, T, D], and whether each is the likeliest token.
+
+    The weights are those of a model without its blocks, and its logits stay below `cap`, if it has one.
+    """
 
     def piece(given):
         x, targets = given
-        log_p = jax.nn.log_softmax(generation.logits(x, head))
+        log_p = jax.nn.log_softmax(generation.logits(x, weights, cap))
         return jnp.take_along_axis(log_p, targets[..., None], axis=2)[..., 0], jnp.argmax(log_p, axis=2) == targets
 
     split = lambda y: jnp.moveaxis(y.reshape(y.shape[0], -1, PIECE, *y.shape[2:]), 1, 0)
@@ -57,7 +60,7 @@ class ChunkwiseLM(TemplateLM):
     def __init__(self, model, config, weights, encode: Callable, decode: Callable, end: int, batch: int = 8):
         super().__init__()
         self.weights, self.encode, self.decode, self.end, self.batch = weights, encode, decode, end, batch
-        self.run = generation.compile_run(model, config)
+        self.run, self.cap = generation.compile_run(model, config), getattr(config, "cap", None)
         self.start = functools.partial(model.start, config, dtype=weights.embedding.dtype)
 
     @property
@@ -87,7 +90,8 @@ class ChunkwiseLM(TemplateLM):
         targets = np.zeros((len(rows), scored), np.int32)
         for row, (every, count) in zip(targets, rows, strict=True):
             row[scored - count :] = every[-count:]
-        log_p, likeliest = map(np.asarray, score(x[:, -scored:], self.weights.head, targets))
+        found = score(x[:, -scored:], self.weights._replace(blocks=()), targets, self.cap)
+        log_p, likeliest = map(np.asarray, found)
         return [
             (float(p[scored - n :].sum()), bool(same[scored - n :].all()))
             for p, same, (_, n) in zip(log_p, likeliest, rows, strict=True)

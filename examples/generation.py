@@ -99,15 +99,16 @@ def part(named: Named, prefix: str) -> Named:
     return {name.removeprefix(prefix): named.pop(name) for name in list(named) if name.startswith(prefix)}
 
 
-def take_head(found: dict, named: Named, embedding: jax.Array) -> jax.Array:
-    """Take the matrix [D, vocabulary] before the logits out of a checkpoint; it may be that of the embedding."""
-    if "lm_head.weight" in named:
-        return matrix(named, "lm_head")
-    if found.get("tie_word_embeddings") is not True:
+def take_head(found: dict, named: Named, embedding: jax.Array) -> jax.Array | None:
+    """Take the matrix [D, vocabulary] before the logits out of a checkpoint; None where it is the embedding."""
+    head = matrix(named, "lm_head") if "lm_head.weight" in named else None
+    tied = found.get("tie_word_embeddings") is True
+    if head is None and not tied:
         raise ValueError(
             "the checkpoint must have 'lm_head.weight', unless config.json has a true tie_word_embeddings."
         )
-    return embedding.T
+    # A file may have a tied head beside the embedding.
+    return None if tied and (head is None or jnp.array_equal(head.T, embedding)) else head
 
 
 def check_all_taken(named: Named) -> None:
@@ -161,16 +162,21 @@ def compile_run(model: ModuleType, config, implementation: str | None = None):
     return run
 
 
-@jax.jit
-def logits(x, head):
-    """Return the logits [B, T, vocabulary] after hidden states."""
-    return jnp.dot(x, head, preferred_element_type=jnp.float32)
+def logits(x, weights, cap: float | None = None):
+    """Return the logits [B, T, vocabulary] after hidden states; `cap` is what those of xLSTM stay below."""
+    tied = weights.head is None
+    return _logits(x, weights.embedding if tied else weights.head, tied, cap)
 
 
-@jax.jit
-def next_tokens(x, head):
-    """Return the likeliest tokens [B, 1] after the last hidden states."""
-    return jnp.argmax(logits(x[:, -1:], head), axis=-1).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnames=("tied", "cap"))
+def _logits(x, matrix, tied: bool, cap: float | None):
+    found = jnp.dot(x, matrix.T if tied else matrix, preferred_element_type=jnp.float32)
+    return found if cap is None else cap * jnp.tanh(found / cap)
+
+
+def next_tokens(x, weights):
+    """Return the likeliest tokens [B, 1] after the last hidden states, which are the same ones without a cap."""
+    return jnp.argmax(logits(x[:, -1:], weights), axis=-1).astype(jnp.int32)
 
 
 def pad(prompts: list[list[int]], piece: int) -> tuple[np.ndarray, np.ndarray]:
@@ -202,11 +208,11 @@ def generate(run, weights, past, tokens, segment_ids, count: int, piece: int) ->
     for begin in range(0, tokens.shape[1], piece):
         span = slice(begin, begin + piece)
         x, past = run(weights, past, tokens[:, span], segment_ids[:, span])
-    generated = [next_tokens(x, weights.head)]
+    generated = [next_tokens(x, weights)]
     while len(generated) < count:
         # Tokens stay on the device, and nobody waits for a step.
         x, past = run(weights, past, generated[-1])
-        generated.append(next_tokens(x, weights.head))
+        generated.append(next_tokens(x, weights))
     return np.concatenate(generated, axis=1)
 
 

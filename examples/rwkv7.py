@@ -4,8 +4,8 @@
     python examples/rwkv7.py --random
     python examples/rwkv7.py RWKV-x070-World-0.1B-v2.8-20241210-ctx4096.pth --prompt-tokens 760 6511 314
 
-The file is one as its authors release it, and torch reads it; a folder with its arrays in the format safetensors does,
-too. --random needs neither. Every block computes
+The file is one as its authors release it, and torch reads it; a folder with its arrays in the format safetensors, or
+one of transformers, needs no torch. --random needs neither. Every block computes
 
     x = x + rwkv7_attention(norm(x))
     x = x + channel_mix(norm(x))
@@ -131,9 +131,9 @@ def start(config: Config, B: int, S: int, dtype) -> Past:
 
 
 def read(path) -> dict:
-    """Return the arrays of a released file, or of a folder with files of the format safetensors, by name."""
+    """Return the arrays of a released file, or of a folder with files of the format safetensors, by released names."""
     if Path(path).is_dir():
-        return dict(open_checkpoint(path))
+        return {name.removeprefix("rwkv7."): x for name, x in open_checkpoint(path).items()}
     import torch
 
     named = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

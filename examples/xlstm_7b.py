@@ -63,11 +63,6 @@ def run(weights: Model, config: Config, tokens, past: Past, segment_ids=None, im
     return rms_norm(x, weights.norm, eps), past._replace(layers=tuple(caches))
 
 
-def cap_logits(logits, config: Config):
-    """Return logits as the model has them, for sampling: the likeliest token is the same one without."""
-    return logits if config.cap is None else config.cap * jnp.tanh(logits / config.cap)
-
-
 def start(config: Config, B: int, S: int, dtype) -> Past:
     """Return the past of B rows before their first token."""
     # Without attention nobody looks at the places, and a state has no inputs of another type.

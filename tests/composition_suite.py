@@ -134,14 +134,19 @@ class CompositionTests:
     def test_rings(self, implementation):
         assert_ring(self.kind, 2, self.per_channel, implementation)
 
+    @pytest.mark.parametrize("decodes", [{}, dict(num_decodes=0), dict(num_decodes=jnp.int32(0))])
+    def test_a_ring_without_decodes(self, decodes):
+        assert_prefill_after_guesses(self.kind, 2, self.per_channel, decodes)
+
     def test_steps_in_the_kernel_for_decodes(self):
         """It takes heads of whole registers, and the tokens that two tokens become."""
         assert_steps(self.kind, "fused", sizes=(128, 128))
 
 
-# A serving step: a decode of two tokens, one of one token that starts from zeros, and a prefill.
+# A serving step: a decode of two tokens, one of one token that starts from zeros, and a prefill. The last row is of no
+# sequence.
 LENGTHS, DECODES, SLOTS = (2, 1, 9), 2, 12
-TABLE = np.array([[4, 7], [0, 9], [3, 5]], np.int32)
+TABLE = np.array([[4, 7], [0, 9], [3, 5], [1, 1]], np.int32)
 
 
 def assert_steps(kind: Kind, implementation: str, sizes=(8, 16), dtype=jnp.float32, tokens: int = 14) -> None:
@@ -149,25 +154,25 @@ def assert_steps(kind: Kind, implementation: str, sizes=(8, 16), dtype=jnp.float
     K, V = sizes
     pool = jnp.asarray(np.random.default_rng(5).standard_normal((SLOTS, 2, K, V)), dtype)
     cu, kept = boundaries(*LENGTHS), np.array([True, False, True])
-    has = jnp.asarray(kept)
+    has, given = jnp.asarray([*kept, True]), jnp.append(cu, 0)
 
     @jax.jit
     def run(x, pool, **slots):
         return kind.ragged(
-            **x, **kind.static, states=pool, cu_seqlens=cu, num_decodes=jnp.int32(DECODES),
-            implementation=implementation, chunk_size=16, **slots,
+            **x, **kind.static, states=pool, cu_seqlens=given, num_decodes=jnp.int32(DECODES),
+            num_sequences=jnp.int32(3), implementation=implementation, chunk_size=16, **slots,
         )  # fmt: skip
 
     flags = {name: y for name, y in kind.static.items() if name == "use_qk_l2norm_in_kernel"}
     # The state after each token of the first step is in its column; the second step starts from them.
-    for step, accepted in enumerate(np.array([[1, 1, 1], [2, 1, 1]], np.int32)):
+    for step, accepted in enumerate(np.array([[1, 1, 1, 1], [2, 1, 1, 1]], np.int32)):
         x = kind.inputs(1, tokens, 1, 2, K, V, seed=step)
         before = np.asarray(pool.astype(jnp.float32))
         o, pool = run(
             poison_padding(x, cu), pool, state_indices=jnp.asarray(TABLE),
             has_initial_state=has, num_accepted_tokens=jnp.asarray(accepted),
         )  # fmt: skip
-        start = np.where(kept[:, None, None, None], before[TABLE[np.arange(3), accepted - 1]], 0.0)
+        start = np.where(kept[:, None, None, None], before[TABLE[np.arange(3), accepted[:3] - 1]], 0.0)
         want, states, _ = kind.expected(x | dict(initial_state=start), cu_seqlens=cu, **flags)
         # The first decode again, after its first token.
         _, once, _ = kind.expected(x | dict(initial_state=start), cu_seqlens=np.array([0, 1, 1, 1]), **flags)
@@ -210,3 +215,20 @@ def assert_ring(kind: Kind, n: int, per_channel: bool, implementation: str) -> N
         # Each decode up to its last accepted token; the rejected tokens are sequences of their own.
         ends = np.array([0, accepted[0], 2, 2 + accepted[1], 4])
         states = kind.expected(x | dict(initial_state=np.repeat(states, 2, axis=0)), cu_seqlens=ends, **flags)[1][::2]
+
+
+def assert_prefill_after_guesses(kind: Kind, n: int, per_channel: bool, decodes: dict[str, Any]) -> None:
+    """A prefill, and a read, of which each goes on after the first of three guesses over a ring of 3 n tokens."""
+    K, slot = 4, jnp.zeros(1, jnp.int32)
+    step = functools.partial(kind.ragged, **kind.static, state_indices=slot, decode_tokens=3, implementation="xla")
+    guesses, more = (kind.inputs(1, T, 1, 1, K, K, seed=T) for T in (3, 2))
+    pool = state_pool.make_pool(2, 1, K, K, replay=3 * n, H=1, per_channel=per_channel)
+    _, pool = step(**guesses, states=pool, cu_seqlens=boundaries(3), num_decodes=1)
+    once = kind.expected(guesses, cu_seqlens=np.array([0, 1, 3]))[1][:1]
+    accepted = jnp.ones(1, jnp.int32)
+    assert_close("read", state_pool.read_states(pool, slot, accepted), once, TOLERANCE["float32"])
+    with pytest.raises(ValueError, match=r"from 1 to the tokens .* had, \[3\]; got \[4\]\."):
+        state_pool.read_states(pool, slot, 4 * accepted)
+    _, pool = step(**more, states=pool, cu_seqlens=boundaries(2), num_accepted_tokens=accepted, **decodes)
+    after = kind.expected(more | dict(initial_state=once), cu_seqlens=np.array([0, 2]))[1]
+    assert_close("state", state_pool.read_states(pool, slot), after, TOLERANCE["float32"])

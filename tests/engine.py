@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-# Tokens of a prefill in one step: none, a few, about a chunk, and blocks of chunks.
-PREFILLS = (0, 1, 3, 40, 64, 70, 130)
+# Tokens of a prefill in one step: none, a few, about a chunk of 16 tokens, and about blocks of 32 tokens.
+PREFILLS = (0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130)
 # The sequences of a step: two decodes, one of them of two guesses, and three prefills, of which the first is empty. The
 # last entry is of no sequence.
 SEQUENCES = dict(
@@ -285,7 +285,8 @@ class Engine:
             guessed = x.prompt == 0
             length = self.random.randint(0 if self._chance(0.1) else 1, x.most)
             if not guessed and (x.prompt > x.most or self._chance(0.5)):
-                length = min(x.prompt, self.random.choice(PREFILLS))
+                # Some prefills end with the stream.
+                length = min(x.prompt, self.random.choice((*PREFILLS, max(left - 1, 0), left)))
             length = min(length, left) if guessed else min(length, left, x.prompt)
             left -= length
             token_by_token = guessed or (length <= x.most and self._chance(0.5))

@@ -93,7 +93,10 @@ def delta_rule(**others):
             lambda: choose_implementation("gpu", ("pallas", "xla"), "pallas"),
             "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'.",
         ),
-        (lambda: check_cu_seqlens([0, 1], 1, 1), "`cu_seqlens` must be an int32 array [N + 1]; got list."),
+        (
+            lambda: check_cu_seqlens([0, 1], 1, 1),
+            "`cu_seqlens` must be an int32 array [N + 1]; got list, of which `jnp.array(cu_",
+        ),
         (
             lambda: check_cu_seqlens(jnp.zeros((1,), jnp.int32), 1, 1),
             "`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got int32 (1,).",

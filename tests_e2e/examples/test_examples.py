@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def tokens_after(model, prompt: bytes, count: int) -> bytes:
     # What follows a token changes nothing before it, so that all texts have one shape.
     for end in range(len(prompt), text.shape[1]):
         x, _ = run(weights, model.start(config, 1, text.shape[1], jnp.float32), text)
-        text[0, end] = generation.next_tokens(x[:, :end], weights.head)[0, 0]
+        text[0, end] = generation.next_tokens(x[:, :end], weights)[0, 0]
     return bytes(text[0, len(prompt) :].tolist())
 
 
@@ -195,8 +196,13 @@ def test_a_setting_that_is_missing(model):
 
 
 def test_a_head_that_is_missing():
-    embedding = jnp.ones((3, 2))
-    assert generation.take_head(dict(tie_word_embeddings=True), {}, embedding).shape == (2, 3)
+    embedding, tied = jnp.ones((3, 2)), dict(tie_word_embeddings=True)
+    assert generation.take_head(tied, {}, embedding) is None
+    assert generation.take_head(tied, {"lm_head.weight": np.ones((3, 2))}, embedding) is None
+    assert generation.take_head(tied, {"lm_head.weight": np.zeros((3, 2))}, embedding).shape == (2, 3)
+    model = blocks.Model(embedding, (), embedding[0], None)
+    (gradient,) = jax.tree.leaves(jax.grad(lambda model: generation.logits(embedding[None], model).sum())(model))[:1]
+    assert jnp.all(gradient == 3)
     for found in ({}, dict(tie_word_embeddings=False)):
         with pytest.raises(ValueError, match=r"the checkpoint must have 'lm_head.weight', unless"):
             generation.take_head(found, {}, embedding)

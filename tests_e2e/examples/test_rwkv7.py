@@ -115,7 +115,7 @@ def test_model(case):
     for begin in range(0, tokens.shape[1], PIECE):
         span = slice(begin, begin + PIECE)
         x, past = run(weights, past, tokens[:, span], ids[:, span])
-        pieces.append(logits(x, weights.head))
+        pieces.append(logits(x, weights))
     ours, texts = np.concatenate(pieces, axis=1), []
     for row, prompt in enumerate(prompts):
         found, state = case.model.forward(prompt, None, full_output=True)
@@ -134,6 +134,11 @@ def test_a_folder_of_arrays(case, tmp_path):
     named = torch.load(case.path, weights_only=True)
     save_checkpoint(tmp_path / "right", named)
     jax.tree.map(np.testing.assert_array_equal, rwkv7.load(tmp_path / "right"), rwkv7.load(case.path))
+    # transformers has the names of blocks, of the embedding and of the last norm below "rwkv7.".
+    theirs = {name if name == "head.weight" else f"rwkv7.{name}": x for name, x in named.items()}
+    save_checkpoint(tmp_path / "theirs", theirs)
+    jax.tree.map(np.testing.assert_array_equal, rwkv7.load(tmp_path / "theirs"), rwkv7.load(case.path))
+    assert config_from(theirs, 1) == config_from(named, 1)
     save_checkpoint(tmp_path / "wrong", named | {"blocks.1.ffn.s_emb.weight": torch.ones(3)})
     with pytest.raises(ValueError, match=r"no weights that the model lacks; got \['blocks.1.ffn.s_emb.weight'\]"):
         rwkv7.load(tmp_path / "wrong")

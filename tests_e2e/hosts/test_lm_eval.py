@@ -13,8 +13,9 @@ import kimi_linear
 import mamba2
 import olmo_hybrid
 import qwen3_5
+import xlstm_7b
 
-MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid)}
+MODELS = {model.__name__: model for model in (qwen3_5, kimi_linear, mamba2, olmo_hybrid, xlstm_7b)}
 PAIRS = [("one and", " two"), ("a context of more words " * 9, " end"), ("x", "yz"), ("", "no context"), ("a ", "b")]
 QUESTIONS = [
     dict(text="1 + 1 =", choices=[" 2", " 3"], answer=0),
@@ -49,7 +50,7 @@ def alone(lm, tokens, count):
     """Return the log-likelihood of the last tokens of a row that is read alone, without padding, and the logits."""
     row = np.array([tokens[:-1]], np.int32)
     x, _ = lm.run(lm.weights, lm.start(1, row.shape[1]), row, np.zeros_like(row))
-    logits = np.asarray(generation.logits(x, lm.weights.head), np.float64)[0, -count:]
+    logits = np.asarray(generation.logits(x, lm.weights, lm.cap), np.float64)[0, -count:]
     log_p = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
     return log_p[np.arange(count), tokens[-count:]].sum(), bool((logits.argmax(1) == tokens[-count:]).all())
 

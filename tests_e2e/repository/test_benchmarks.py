@@ -203,7 +203,8 @@ def test_bytes_of_a_step():
     assert prefills == 11 * token + 2 * 2 * 2 * state
 
 
-def test_no_estimate_without_the_compiler(benchmarks, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["tpu --case small --chip v6e", "stale"])
+def test_no_estimate_without_the_compiler(benchmarks, monkeypatch, capsys, command):
     monkeypatch.setattr(compiler, "has_libtpu", lambda: False)
     with pytest.raises(SystemExit, match="An estimate needs the TPU compiler: `python -m pip install libtpu`"):
-        benchmarks.main(["tpu", "--case", "small", "--chip", "v6e"])
+        benchmarks.main(command.split())

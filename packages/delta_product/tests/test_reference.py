@@ -57,6 +57,15 @@ def test_four_steps(implementation):
     assert_steps(kind(4), implementation)
 
 
+def test_raw_gates_of_a_step():
+    """Only the boundaries of sequences that exist say where padding begins."""
+    step = lambda S, token, scale: definitions.gated_delta_product(
+        S, token | dict(g=-jax.nn.softplus(token["g"])), scale
+    )
+    raw = kind(2, use_gate_in_kernel=True, A_log=jnp.zeros(2))
+    assert_steps(raw._replace(definition=definitions.TokenRule(step)), "xla")
+
+
 @pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
 def test_naive_function_of_flash_linear_attention(function):
     """Its recurrence restated: a decay, n steps that read what they have written, and one readout."""

@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+import types
 from importlib import metadata
 
 import jax
@@ -76,6 +77,30 @@ def test_install(replaced):
     assert now() == ours
     put_back()
     assert now() == theirs
+
+
+def test_maxtext_refuses_its_own_kernel(monkeypatch):
+    """A config with a kernel of MaxText's would pass by our functions; without it the layer calls them."""
+    (path,), names = REPLACED[maxtext], REPLACED[maxtext]["maxtext.models.qwen3"]
+    with_functions(monkeypatch, path, names)
+    lines = (
+        "class Qwen3NextGatedDeltaNet:",
+        "def __call__(self, x):",
+        "return x if self.config.use_gdn_kernel else {0}()",
+    )
+    exec(f"{lines[0]}\n {lines[1]}\n  {lines[2].format(names[0])}", vars(sys.modules[path]))
+    layer = sys.modules[path].Qwen3NextGatedDeltaNet()
+    theirs = type(layer).__call__
+    put_back = maxtext.install()
+    maxtext.install()()
+    layer.config = types.SimpleNamespace(use_gdn_kernel=True)
+    with pytest.raises(ValueError, match="`use_gdn_kernel` must be False where chunkwise is installed; got True"):
+        layer(1)
+    layer.config.use_gdn_kernel = False
+    with pytest.raises(TypeError, match=r"jax_chunk_gated_delta_rule\(\) missing"):
+        layer(1)
+    put_back()
+    assert type(layer).__call__ is theirs
 
 
 SEAM = "levanter.layers.gated_deltanet"

@@ -126,7 +126,7 @@ def test_other_names_are_passed(name):
 def test_null_is_the_default(name):
     """A setting that is null is as one that is missing, where null has no meaning of its own."""
     meaning = ("linear_lower_bound", "mamba_d_ssm", "mamba_norm_before_gate", "head_dim")
-    meaning += ("linear_num_key_heads", "linear_key_head_dim")
+    meaning += ("linear_num_key_heads", "linear_key_head_dim", "gate_soft_cap")
     for setting in [each for each in {**MODEL, **MODELS[name][0]} if each not in meaning]:
         without = settings(name)
         without.pop(setting, None)
@@ -180,6 +180,11 @@ def test_published_files(name):
     assert config_from(PUBLISHED[name], layer=layer) == LAYERS[name]
     text = PUBLISHED[name].get("text_config")
     assert config_from(PUBLISHED[name] if text is None else text, layer=layer) == LAYERS[name]
+
+
+def test_null_is_no_cap():
+    assert config_from(settings("xlstm", gate_soft_cap=None)).gate_soft_cap is None
+    assert config_from(dict(model_type="xlstm")).gate_soft_cap == 15.0
 
 
 def test_slstm_is_refused_by_name():

@@ -14,8 +14,8 @@ from tests.hostile_settings import assert_sound
 
 PRODUCT = dict(
     model_type="gated_deltaproduct", attn_mode="chunk", hidden_size=64, num_heads=2, head_dim=16, expand_v=1.5,
-    conv_size=3, norm_eps=1e-3, use_output_gate=True, use_short_conv=True, use_forget_gate=True, num_householder=3,
-    allow_neg_eigval=True, hidden_act="swish", num_hidden_layers=4, attn=None, fuse_norm=True, attnres_block_size=None,
+    conv_size=3, conv_bias=False, norm_eps=1e-3, use_output_gate=True, use_short_conv=True, use_forget_gate=True,
+    num_householder=3, allow_neg_eigval=True, hidden_act="swish", num_hidden_layers=4, attn=None, fuse_norm=True, attnres_block_size=None,
 )  # fmt: skip
 # As one file has it: its number of heads is not that of its sizes, and no program reads it.
 RWKV7 = dict(
@@ -44,6 +44,8 @@ def test_rwkv7():
     assert config_from(RWKV7 | dict(head_dim=None), layer=1).H == 32
     least = config_from(dict(model_type="rwkv7"), layer=1)
     assert least == Rwkv7AttentionConfig(2048, 32, 32, 64, 64, R_first=16)
+    theirs = config_from(dict(model_type="rwkv7", architectures=["Rwkv7ForCausalLM"]), layer=1)
+    assert theirs == Rwkv7AttentionConfig(768, 12, 12, 64, 64, R_first=32)
     nulls = dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "gate_low_rank_dim", "v_low_rank_dim"))
     ranks = dict(R_decay=128, R_rate=128, R_gate=224, R_first=64)
     assert config_from(dict(model_type="rwkv7") | nulls, layer=1) == Rwkv7AttentionConfig(2048, 32, 32, 64, 64, **ranks)
@@ -53,6 +55,7 @@ def test_rwkv7():
     ("settings", "layer", "message"),
     [
         (PRODUCT | dict(use_short_conv=False), 1, r"`hf_config.use_short_conv` must be one of \(True,\) for this"),
+        (PRODUCT | dict(conv_bias=True), 1, r"`hf_config.conv_bias` must be one of \(False,\)"),
         (PRODUCT | dict(use_output_gate=False), 1, r"`hf_config.use_output_gate` must be one of \(True,\)"),
         (PRODUCT | dict(expand_v=1.3), 1, "`hf_config.expand_v` must make whole channels of 16; got 1.3"),
         (PRODUCT | dict(num_householder=True), 1, "`hf_config.num_householder` must be a whole number above 0"),

@@ -99,6 +99,8 @@ def test_released_names():
         "key.weight": (HK, D), "value.weight": (HV, D), "output.weight": (D, HV), "ln_x.weight": (HV,),
         "ln_x.bias": (HV,),
     }  # fmt: skip
+    theirs = layers.save_rwkv7_attention(make(LATER)[1], LATER, "blocks.1.att.", "rwkv7")
+    jax.tree.map(np.testing.assert_array_equal, theirs, released(LATER))
     read = layers.load_rwkv7_attention(released(LATER), FIRST, "blocks.1.att.")
     assert read.first == () == read.first_bias
 
@@ -115,7 +117,7 @@ def test_names_of_flash_linear_attention():
         named |= {f"{letter}_lora.lora.{i}.weight": file[f"{letter}{j}"].T for i, j in ((0, 1), (2, 2))}
         named |= {f"{letter}_lora.lora.2.bias": file[f"{letter}0"].reshape(-1)} if letter != "g" else {}
     jax.tree.map(np.testing.assert_array_equal, layers.load_rwkv7_attention(named, LATER), w)
-    saved = layers.save_rwkv7_attention(w, LATER, model="rwkv7")
+    saved = layers.save_rwkv7_attention(w, LATER, model="rwkv7_fla")
     jax.tree.map(np.testing.assert_array_equal, saved, named)
     mixtures = np.concatenate([named.pop(f"x_{letter}")[0] for letter in "rwkvag"])
     jax.tree.map(np.testing.assert_array_equal, layers.load_rwkv7_attention(named | {"x_x": mixtures}, LATER), w)

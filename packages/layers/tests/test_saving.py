@@ -33,7 +33,8 @@ LAYERS = {
         "gated_deltaproduct": layers.GatedDeltaProductConfig(D, 2, 4, 8, 16, num_householder=1, forget_gate=False),
     },
     "rwkv7_attention": {
-        "rwkv7": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 16, R_decay=4, R_rate=5, R_gate=6),
+        "rwkv7": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
+        "rwkv7_fla": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 16, R_decay=4, R_rate=5, R_gate=6),
         "rwkv_x070": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
         None: layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
     },
@@ -99,6 +100,18 @@ def test_layouts_differ():
     assert layers.save_kimi_delta_attention(weights, config)["A_log"].shape == (1, 1, 2, 1)
 
 
+@pytest.mark.parametrize("V", [16, 8])
+def test_convolutions_in_three_chunks(V):
+    """As transformers saves OLMo-hybrid: the last chunk of all channels may be smaller."""
+    config = layers.GatedDeltaNetConfig(D, 4, 4, 8, V, eps=1e-5)
+    weights = random_weights("gated_delta_net", config)
+    named = layers.save_gated_delta_net(weights, config, model="olmo_hybrid")
+    whole = np.concatenate([named[f"{name}_conv1d.weight"] for name in "qkv"])
+    part = -(-len(whole) // 3)
+    named |= {f"{name}_conv1d.weight": whole[i * part : (i + 1) * part] for i, name in enumerate("qkv")}
+    assert_same(layers.load_gated_delta_net(named, config), weights)
+
+
 def test_a_file_of_float8_comes_back_as_bfloat16(tmp_path):
     weights = random_weights("gated_delta_net", GDN)
     named = layers.save_gated_delta_net(weights, GDN, QWEN)
@@ -141,7 +154,10 @@ def test_files(tmp_path):
         ([1], "`named` must be a mapping from names to arrays, and not empty; got list"),
         ({3: np.ones(2)}, r"`named` must have names that are strings, .*; got \[3\]"),
         ({"__metadata__": np.ones(2)}, "`named` must have names that are strings, and not '__metadata__'"),
-        ({"a": np.ones(2, jnp.int4)}, r"`named` must have arrays of types of the format safetensors; got \['int4'\]"),
+        ({"a": np.ones(2, jnp.int4)}, "`named` must have arrays of types of the format safetensors; got int4 for 'a'"),
+        ({"a": np.ones(2, np.complex64)}, "types of the format safetensors; got complex64 for 'a'"),
+        ({"a": [1.0, 2.0]}, "types of the format safetensors; got list for 'a'"),
+        ({"a": np.ones(2, jnp.float4_e2m1fn)}, r"types of the format safetensors; got \['float4_e2m1fn'\]"),
     ],
 )
 def test_what_no_file_can_have(tmp_path, named, message):

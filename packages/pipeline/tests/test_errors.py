@@ -58,6 +58,9 @@ def test_scale_is_one_number(operator):
     for wrong in (jnp.ones(24), "1", True):
         with pytest.raises(ValueError, match="`scale` must be None, a number or a scalar array; got"):
             operator.function(**x, scale=wrong)
+    for wrong in (0, np.nan, np.float32(np.inf)):
+        with pytest.raises(ValueError, match=f"`scale` must be finite and not 0; got .*{wrong}"):
+            operator.function(**x, scale=wrong)
 
 
 FORMS = "chunk", "recurrent", "ragged"
@@ -157,6 +160,41 @@ def test_head_first_tensors_with_groups_of_value_heads(operator):
 
 
 @HEAD_FIRST
+def test_head_first_tensors_beside_gates(operator):
+    x = unlabelled(operator, 2, 6, 3, 3, 8, 8)
+    x |= {name: jnp.swapaxes(x[name], 1, 2) for name in "qkv"}
+    with pytest.raises(
+        ValueError, match=r"`g` must have shape .*; got \(2, 6, 3.*seem to be head-first, and need `jnp.sw"
+    ):
+        operator.function(**x)
+
+
+@HEAD_FIRST
+def test_decays_in_the_place_of_their_logs(operator):
+    """They get a warning where their values are known; padding may hold anything."""
+    x, ends = operator.source.inputs(1, 6, 1, 2, 8, 8), dict(cu_seqlens=jnp.array([0, 4], jnp.int32))
+    run = lambda g, **more: operator.function(**x | dict(g=g), **more, implementation="xla")
+    with pytest.warns(UserWarning, match="`g` should be the log of a decay, at most 0; got 0.9.*: is it") as caught:
+        run(jnp.full_like(x["g"], 0.9))
+    assert [warning.filename for warning in caught] == [__file__]
+    run(x["g"].at[:, 4:].set(1.0), **ends)
+
+
+@HEAD_FIRST
+def test_boundaries_in_a_list(operator):
+    with pytest.raises(
+        ValueError, match=r"`cu_seqlens` must be an int32 .*; got list, of which `jnp.array\(cu_seqlens"
+    ):
+        operator.function(**operator.source.inputs(1, 6, 1, 2, 8, 8), cu_seqlens=[0, 6])
+
+
+@pytest.mark.parametrize("name", ["pallas", "mosaic"])
+def test_other_names_of_kernels(name):
+    with pytest.raises(ValueError, match='; the kernels of Pallas are "fused"; got'):
+        pipeline.chunk_kda(**OPERATORS["chunk_kda"].source.inputs(1, 6, 1, 1, 8, 8), implementation=name)
+
+
+@HEAD_FIRST
 def test_short_sequences_get_no_warning(operator):
     """Neither where another argument shows the heads, nor token by token, nor in a serving step."""
     x = unlabelled(operator, 1, 2, 3, 3, 8, 8)
@@ -182,7 +220,7 @@ ELSEWHERE = {
     "chunk": "safe_gate disable_recompute return_intermediate_states state_v_first cu_seqlens_cpu chunk_indices "
     "chunk_offsets cp_context transpose_state_layout head_first offsets initial_state_indices",
     "recurrent": "gk gv reverse state_v_first transpose_state_layout head_first offsets ssm_state_indices "
-    "inplace_final_state",
+    "inplace_final_state query key value precision",
 }
 # Of the stages, and of the convolution.
 OF_PARTS = "chunk_indices cu_seqlens_cpu head_first residual cache backend prenorm"

@@ -13,10 +13,10 @@ from jax.experimental import checkify
 
 from chunkwise import pipeline
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule
-from tests.engine import PREFILLS, Engine, Oracle, describe, linear_attention, make_rubbish, make_wrong
-from tests.ragged_suite import HV, OPERATORS, K, V, make_tokens
+from tests.engine import PREFILLS, Engine, Oracle, describe, make_rubbish, make_wrong
+from tests.ragged_suite import HV, OPERATORS, K, V, make_tokens, token_of
 
-T, N, SLOTS, BLOCK = 150, 6, 40, 64
+T, N, SLOTS, BLOCK, CHUNK = 160, 6, 40, 32, 16
 IMPLEMENTATIONS = ["xla", "fused"]
 # RMS errors over the RMS of the float64 recurrence.
 ACCURACY = 2e-6
@@ -65,8 +65,12 @@ def make_schedule(random: Random, W: int, with_reads: bool = False) -> dict:
     lengths = [random.randint(0, W) if n < decodes else random.choice(PREFILLS) for n in range(sequences)]
     while sum(lengths) > T:
         lengths[int(np.argmax(lengths))] //= 2
+    if sequences > decodes and random.randrange(2):
+        # A prefill ends with the stream, or a token before it.
+        lengths[-1] += max(T - sum(lengths) - random.randrange(2), 0)
     rng = np.random.default_rng(random.getrandbits(16))
-    cu_seqlens = rng.integers(-5, 400, N + 1, np.int32)
+    # An engine may fill the first entries of an array of zeros.
+    cu_seqlens = rng.integers(-5, 400, N + 1, np.int32) * random.randrange(2)
     cu_seqlens[: sequences + 1] = np.cumsum([0, *lengths])
     # The least that is drawn are slots in order, all named and read.
     slots = list(range(SLOTS))
@@ -90,8 +94,9 @@ def compiled(operator: str, implementation: str):
     traces = []
 
     def step(tokens, pool, schedule):
-        traces.append((pool.dtype, jax.tree.structure(schedule), schedule["state_indices"].shape))
-        return OPERATORS[operator](**tokens, states=pool, **schedule, block_size=BLOCK, implementation=implementation)
+        traces.append((pool.dtype, jax.tree.structure(schedule), *(x.shape for x in schedule.values())))
+        options = dict(block_size=BLOCK, chunk_size=CHUNK, implementation=implementation)
+        return OPERATORS[operator](**tokens, states=pool, **schedule, **options)
 
     return jax.jit(step, donate_argnums=1), traces
 
@@ -133,11 +138,11 @@ def rms(x: np.ndarray) -> float:
 
 def test_short_schedule():
     """An engine that does all that there is in a few steps, over one pool, whose free slots hold what has no effect."""
-    engine, rng = Engine(Random(38), T, N, 3, SLOTS, BLOCK, shares=True), np.random.default_rng(0)
+    engine, rng = Engine(Random(662), T, N, 3, SLOTS, BLOCK, shares=True), np.random.default_rng(0)
     pool = np.empty((SLOTS, HV, K, V), np.float32)
     pool[:] = np.resize([np.nan, -0.0, np.inf, -1e-40], SLOTS)[:, None, None, None]
     # It never sees the pool again.
-    oracle = Oracle(linear_attention, BLOCK, pool)
+    oracle = Oracle(token_of("gated_delta_rule"), BLOCK, pool)
     check = lambda schedule: check_step(**schedule, block_size=BLOCK, num_slots=SLOTS, num_tokens=T)
     checked, (_, traces) = jax.jit(checkify.checkify(check)), compiled("gated_delta_rule", "fused")
     before = len(traces)
@@ -169,7 +174,7 @@ def test_what_does_not_exist_is_none(operator, implementation):
         hypothesis.note(f"{describe(schedule)}\ngiven {given}")
         rng = np.random.default_rng(seed)
         pool = rng.standard_normal((SLOTS, HV, K, V)).astype(np.float32)
-        assert_step(operator, implementation, Oracle(linear_attention, BLOCK, pool), pool, schedule, rng, given)
+        assert_step(operator, implementation, Oracle(token_of(operator), BLOCK, pool), pool, schedule, rng, given)
 
     check()
 

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, PartitionSpec
 from chunkwise.pipeline import StatePool, make_pool, pool_formats, ragged_gated_delta_rule, read_states, write_states
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing.inputs import make_inputs
-from tests.engine import Engine, Oracle, describe, linear_attention
-from tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens
+from tests.engine import Engine, Oracle, describe
+from tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens, token_of
 
-T, N, W, SLOTS, BLOCK = 150, 6, 3, 24, 64
+T, N, W, SLOTS, BLOCK, CHUNK = 160, 6, 3, 24, 32, 16
 # RMS errors of the states over the RMS of the float64 recurrence, one step after states that are the same.
 ACCURACY = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4, "int8": 1.2e-2}
 # The kernel over a ring goes on from what it has rounded, within a step too; plain JAX from what it rounds.
@@ -63,7 +63,7 @@ def compiled(operator: str, implementation: str, decode_tokens: int | None):
     def step(tokens, pool, schedule):
         traces.append(pool.states.dtype)
         options = {"block_size": BLOCK} if "block_state_indices" in schedule else {}
-        options |= dict(decode_tokens=decode_tokens, implementation=implementation)
+        options |= dict(chunk_size=CHUNK, decode_tokens=decode_tokens, implementation=implementation)
         return OPERATORS[operator](**tokens, states=pool, **schedule, **options)
 
     return jax.jit(step, donate_argnums=1), traces
@@ -103,7 +103,7 @@ def assert_schedule(operator: str, implementation: str, dtype: str, replay: int,
     In a pool of fewer bits every step rounds what it stores: the oracle goes on from there.
     """
     rng, pool = np.random.default_rng(seed), new_pool(operator, dtype, replay)
-    oracle = Oracle(linear_attention, BLOCK, np.zeros((SLOTS, HV, K, V)))
+    oracle = Oracle(token_of(operator), BLOCK, np.zeros((SLOTS, HV, K, V)))
     run, traces = compiled(operator, implementation, W if replay else None)
     before, slots = len(traces), jnp.arange(SLOTS, dtype=jnp.int32)
     for _ in range(steps):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import chunk_gated_delta_rule
-from chunkwise.pipeline.operators import OPERATORS
+from chunkwise.pipeline.operators import COMPOSED, OPERATORS
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import make_inputs
 from chunkwise.shared.testing.oracle import reference
@@ -24,7 +24,7 @@ THOROUGH = dict(
     test_new_boundaries_do_not_retrace=lambda implementation, states: implementation == "xla" and states,
     # One of each way through the chunks, and of the recurrences.
     test_export_with_open_sizes=lambda name, packed: (
-        packed or name not in ("chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "recurrent_kda")
+        packed or name not in ("chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "recurrent_kda", "chunk_mlstm")
     ),
     test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
 )
@@ -86,27 +86,32 @@ def test_kernels_are_differentiated_once_in_reverse(name, implementation, jitted
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", OPERATORS | COMPOSED)
 def test_export_with_open_sizes(name, packed):
     """Plain JAX exports without the numbers of rows and tokens; a program of one chunk is right too."""
-    function = functools.partial(OPERATORS[name].function, output_final_state=True, implementation="xla")
+    entry = (OPERATORS | COMPOSED)[name]
+    function = functools.partial(entry.function, **entry.static, output_final_state=True, implementation="xla")
     run = jax.jit(lambda x, *cu: function(**x, cu_seqlens=cu[0] if cu else None))
-    open_sizes = dict(zip("BT", jax.export.symbolic_shape("b, t"), strict=True))
+    b, t = jax.export.symbolic_shape("b, t")
     rows = 1 if packed else 2
-    sizes = lambda dims, y: tuple(open_sizes.get(d, n) for d, n in zip(dims.ljust(y.ndim), y.shape, strict=True))
 
     def batch(T):
         cu = [jnp.array([0, 3, T, T], jnp.int32)] if packed else []
-        return OPERATORS[name].source.inputs(rows, T, 1, 2, 8, 8, num_states=3 if packed else rows), *cu
+        return entry.source.inputs(rows, T, 1, 2, 8, 8, num_states=3 if packed else rows), *cu
 
-    dims = dict(initial_state="" if packed else "B", g_gamma="")
+    def opened(name, y):
+        sizes = () if name == "g_gamma" or (name == "initial_state" and packed) else (rows if packed else b,)
+        # The keys of Gated DeltaProduct have several tokens for a token.
+        sizes += () if name in ("g_gamma", "initial_state") else (t * (y.shape[1] // 20),)
+        return jax.ShapeDtypeStruct((*sizes, *y.shape[len(sizes) :]), y.dtype)
+
     x, *cu = batch(20)
-    default = " T" if packed else "BT"
-    shapes = {key: jax.ShapeDtypeStruct(sizes(dims.get(key, default), y), y.dtype) for key, y in x.items()}
+    shapes = {name: jax.tree.map(functools.partial(opened, name), y) for name, y in x.items()}
     exported = jax.export.export(run)(shapes, *cu)
     for T in (20, 70):
-        for got, want in zip(exported.call(*batch(T)), run(*batch(T)), strict=True):
-            assert_close(f"T = {T}", got, want, SAME)
+        got, want = map(jax.tree.leaves, (exported.call(*batch(T)), run(*batch(T))))
+        for y, z in zip(got, want, strict=True):
+            assert_close(f"T = {T}", y, z, SAME)
 
 
 @pytest.mark.parametrize(("name", "implementation"), KERNELS)

@@ -26,10 +26,13 @@ def check_counts(x: Arguments, options: Options, form: str) -> tuple[Arguments, 
       form: "chunk", "recurrent" or "ragged", the name of a method of an `Operator`.
 
     Returns:
-      The arguments and options with defaults.
+      The arguments and options with defaults, and in a step the boundaries of the sequences that exist.
     """
     x = arguments.check_shared(x, options)
-    return run.check_step(x, options) if form == "ragged" else (x, options)
+    if form != "ragged":
+        return x, options
+    x, options = run.check_step(x, options)
+    return x._replace(cu_seqlens=step_table.boundaries_of(x.cu_seqlens, x.slots, x.q.shape[1])), options
 
 
 def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
@@ -74,26 +77,39 @@ def over_tokens(
         x = x._replace(segment_ids=interleave(*(x.segment_ids,) * n))
     if options.block_size is not None:
         options = options._replace(block_size=options.block_size * n)
-    if x.slots is not None and x.slots.num_decodes is not None:
+    pool = x.initial_state if form == "ragged" and state_pool.as_pool(x.initial_state).replay else None
+    if pool is not None:
+        x, options = _over_ring(x, options, n)
+    elif x.slots is not None and x.slots.num_decodes is not None:
         x, options = _slots_of_decodes(x, options, n)
     o, states = getattr(operator, form)(x, options, implementation)
+    if pool is not None:
+        written = jnp.where(jnp.diff(x.cu_seqlens) > 0, x.slots.state_indices, jnp.int32(-1))
+        states = state_pool.with_tokens_of(states, pool, written, n)
     return interleaved.at_queries(q, o), states
+
+
+def _over_ring(x: Arguments, options: Options, n: int) -> tuple[Arguments, Options]:
+    """Return arguments of a step over a ring, whose decodes and accepted tokens have n times as many tokens."""
+    pool: state_pool.StatePool = x.initial_state
+    most = options.decode_tokens or 1
+    checks.check(
+        most * n <= pool.replay,
+        f"`decode_tokens` must be at most {pool.replay // n}, because every token takes {n} of the {pool.replay} "
+        f"tokens of the ring; got {most}.",
+    )
+    slots: arguments.Slots = x.slots
+    if slots.num_accepted_tokens is not None:
+        # A number that is too large must not overflow.
+        accepted = jnp.clip(slots.num_accepted_tokens, 0, pool.replay) * jnp.int32(n)
+        slots = slots._replace(num_accepted_tokens=accepted)
+    x = x._replace(slots=slots, initial_state=state_pool.with_plain_drafts(pool))
+    return x, options._replace(decode_tokens=most * n)
 
 
 def _slots_of_decodes(x: Arguments, options: Options, n: int) -> tuple[Arguments, Options]:
     """Return slots of a step whose decodes have n times as many tokens: only the state after the last of n is kept."""
     slots: arguments.Slots = x.slots
-    replay = state_pool.as_pool(x.initial_state).replay
-    if replay:
-        most = options.decode_tokens or 1
-        checks.check(
-            most * n <= replay,
-            f"`decode_tokens` must be at most {replay // n}, because every token takes {n} of the {replay} tokens of "
-            f"the ring; got {most}.",
-        )
-        accepted = slots.num_accepted_tokens
-        slots = slots._replace(num_accepted_tokens=None if accepted is None else accepted * jnp.int32(n))
-        return x._replace(slots=slots), options._replace(decode_tokens=most * n)
     indices = slots.state_indices
     indices = indices[:, None] if indices.ndim == 1 else indices
     decodes = jnp.arange(indices.shape[0], dtype=jnp.int32) < slots.num_decodes

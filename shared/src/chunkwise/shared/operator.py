@@ -53,6 +53,7 @@ class Operator:
         x = arguments.check_shared(x, options)
         if self.warns:
             arguments.warn_head_first(x, options)
+            arguments.warn_decays(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name = f"chunk_{self.name}"
         o, states = _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()

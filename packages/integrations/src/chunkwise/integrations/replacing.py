@@ -77,17 +77,19 @@ def _check_read(place: Place, old: object) -> None:
     """
     if not isinstance(place.where, types.ModuleType):
         return
-    if place.imported:
-        read = getattr(old, "__module__", None) == place.where.__name__
-    else:
-        names = vars(place.where)
-        functions = (f for x in [*names.values()] for f in _functions(x, set()))
-        read = any(f.__globals__ is names and place.name in _names(f.__code__) for f in functions)
-    if not read:
+    here = place.imported and getattr(old, "__module__", None) == place.where.__name__
+    if not (here or (not place.imported and reads(place.where, place.name))):
         raise AttributeError(
             f"{place.label} must be read where it is replaced; nothing reads it there in this version of the host, "
             f"where it may have moved."
         )
+
+
+def reads(module: types.ModuleType, name: str) -> bool:
+    """Return whether a function of a module reads a name of the module, or an attribute of this name."""
+    names = vars(module)
+    functions = (f for x in [*names.values()] for f in _functions(x, set()))
+    return any(f.__globals__ is names and name in _names(f.__code__) for f in functions)
 
 
 def _functions(x: object, seen: set[int]) -> Iterator[types.FunctionType]:

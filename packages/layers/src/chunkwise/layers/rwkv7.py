@@ -124,7 +124,8 @@ _RELEASED = _Layout(("receptance", "key", "value", "output"), "ln_x", ("{}1", "{
 def _load(found: parameters.Checkpoint, c: _Config) -> Rwkv7AttentionWeights:
     """Return the weights of a layer of a checkpoint, in its types.
 
-    The checkpoint is a released file of RWKV-7, or one of flash-linear-attention, whose first version is read, too.
+    The checkpoint is a released file of RWKV-7, one of transformers, or one of flash-linear-attention, whose first
+    version is read, too.
     """
     HK, HVV = c.H * c.K, c.HV * c.V
     layout = _RELEASED if "receptance" in found else _FLA
@@ -144,7 +145,7 @@ def _load(found: parameters.Checkpoint, c: _Config) -> Rwkv7AttentionWeights:
     if c.R_first is not None:
         first, first_bias = factors("v", c.R_first, HVV), bias("v", HVV)
     elif not layout.torch:
-        # Released files may have them in the first layer, which does not read them.
+        # Released files, and transformers, may have them in the first layer, which does not read them.
         found.ignore("v0", "v1", "v2")
     r, k, v, out = layout.matrices
     return Rwkv7AttentionWeights(
@@ -158,8 +159,11 @@ def _load(found: parameters.Checkpoint, c: _Config) -> Rwkv7AttentionWeights:
 
 
 def _save(w: Rwkv7AttentionWeights, c: _Config, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of flash-linear-attention, or for a released one, "rwkv_x070"."""
-    layout = _RELEASED if model == "rwkv_x070" else _FLA
+    """Return the arrays of a layer for a checkpoint of transformers, "rwkv7", or for a released file, "rwkv_x070".
+
+    They have the same names of arrays; those of flash-linear-attention, "rwkv7_fla", differ.
+    """
+    layout = _FLA if model == "rwkv7_fla" else _RELEASED
     row = lambda x: x if layout.torch else x[None, None]
     named: dict[str, Any] = {f"x_{letter}": x[None, None] for letter, x in zip(_MIXED, w.mix, strict=True)}
     named |= {"k_k": row(w.k_k), "k_a": row(w.k_a), "r_k": w.r_k}
@@ -269,7 +273,7 @@ class _OverStep(Protocol):
 
 LAYER = layer.Definition(
     "rwkv7_attention", config.Rwkv7AttentionConfig, Rwkv7AttentionWeights, _split, _init, _load, _save,
-    ("rwkv7", "rwkv_x070"), _mix, "v_first",
+    ("rwkv7", "rwkv_x070", "rwkv7_fla"), _mix, "v_first",
 )  # fmt: skip
 rwkv7_attention = cast(_OverSequences, LAYER.over_sequences)
 ragged_rwkv7_attention = cast(_OverStep, LAYER.over_step)

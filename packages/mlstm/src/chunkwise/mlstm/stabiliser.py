@@ -87,8 +87,17 @@ def _over_devices(F: jax.Array, top: jax.Array, before: jax.Array, cu_seqlens, a
 
 
 def _scan(F: jax.Array, top: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return the maps of all elements up to every element along an axis, in a logarithm of its length of steps."""
+    """Return the maps of all elements up to every element along an axis, in a logarithm of its length of steps.
+
+    Along an axis of a length that an exported program leaves open there is a step for each element.
+    """
     size, distance = F.shape[axis], 1
+    if not isinstance(size, int):
+        join = lambda before, now: (before[0] + now[0], jnp.maximum(now[1], now[0] + before[1]))
+        rows = tuple(jnp.moveaxis(y, axis, 0) for y in (F, top))
+        start = jnp.zeros_like(rows[0][0]), jnp.full_like(rows[1][0], -jnp.inf)
+        after = lax.scan(lambda before, now: (join(before, now),) * 2, start, rows)[1]
+        return tuple(jnp.moveaxis(y, 0, axis) for y in after)
     while distance < size:
         F_before, top_before = _before(F, top, distance, axis)
         F, top = F + F_before, jnp.maximum(top, F + top_before)

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared import compat
-from chunkwise.shared.call import checks, gates
+from chunkwise.shared.call import checks, faults, gates
 from chunkwise.shared.kernels import chunking, interleaved, launcher, tiles
 from chunkwise.shared.kernels.spans.operands import ABSENT
+
+# Gates that are differences of large numbers may round to more than 0.
+_ABOVE = 1e-2
 
 
 class Slots(NamedTuple):
@@ -216,6 +219,24 @@ def warn_head_first(x: Arguments, options: Options) -> None:
         warnings.warn(
             f"`q` should have shape [B, T, H, K]; got {tuple(q.shape)}, with T = {T} and H = {H}: are the tensors "
             f"head-first, [B, H, T, K]?",
+            stacklevel=_level_of_caller(),
+        )
+
+
+def warn_decays(x: Arguments, options: Options) -> None:
+    """Warn the caller of gates above 0, as decays are where their logs belong, if their values are known."""
+    read = jax.tree.leaves((x.g, x.cu_seqlens, x.segment_ids))
+    known = faults.are_known(read) and all(getattr(y, "is_fully_addressable", True) for y in read)
+    if x.g is None or options.activation.law is not None or not known:
+        return
+    # Inside of jit, JAX would otherwise trace computations on constants, too.
+    with jax.ensure_compile_time_eval():
+        g = x.g.whole() if isinstance(x.g, interleaved.Interleaved) else x.g
+        valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, g.shape[1])
+        most = float(jax.device_get(jnp.max(chunking.select_tokens(valid, g))))
+    if most > _ABOVE:
+        warnings.warn(
+            f"`g` should be the log of a decay, at most 0; got {most:.3g}: is it the decay itself, or a raw gate?",
             stacklevel=_level_of_caller(),
         )
 

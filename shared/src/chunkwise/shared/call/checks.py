@@ -1,6 +1,7 @@
 """Argument checks: one sentence, before anything is computed."""
 
 import itertools
+import math
 import numbers
 from collections.abc import Iterable
 from typing import Any, TypeGuard
@@ -15,6 +16,8 @@ from chunkwise.shared.kernels import activations
 
 # The implementations of operators: plain JAX, a chain with one kernel for every stage, one kernel for every direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
+# What people call the last one.
+_OF_KERNELS = ("pallas", "mosaic", "kernel", "tpu")
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -144,7 +147,19 @@ def check_gates(name: str, g, shape: tuple[int, int, int], K: int) -> None:
     """Check gates per head, of `shape` (B, T, HV), or gates per channel, of shape (B, T, HV, K); None passes."""
     if g is not None:
         channels = getattr(g, "ndim", 3) == 4
-        check_array(name, g, "B T HV K" if channels else "B T HV", (*shape, K) if channels else shape)
+        _check_gate(name, g, (*shape, K) if channels else shape)
+
+
+def _check_gate(name: str, g, shape: tuple[int, ...]) -> None:
+    """Check gates of `shape` (B, T, HV) or (B, T, HV, K), beside which tensors may be head-first."""
+    dims, (B, T, HV), got = "B T HV K" if len(shape) == 4 else "B T HV", shape[:3], tuple(getattr(g, "shape", ()))
+    swapped = T != HV and got == (B, HV, T, *shape[3:])
+    check(
+        not swapped,
+        f"`{name}` must have shape [{', '.join(dims.split())}] = {shape}; got {got}: `q`, `k` and `v`, or `{name}`, "
+        f"seem to be head-first, and need `jnp.swapaxes(x, 1, 2)`.",
+    )
+    check_array(name, g, dims, shape)
 
 
 def check_scale(scale) -> None:
@@ -158,6 +173,7 @@ def check_scale(scale) -> None:
         scale is None or number or scalar,
         f"`scale` must be None, a number or a scalar array; got {getattr(scale, 'shape', scale)!r}.",
     )
+    check(not number or (math.isfinite(scale) and scale != 0), f"`scale` must be finite and not 0; got {scale!r}.")
 
 
 def check_flags(**flags) -> None:
@@ -213,9 +229,10 @@ def choose_implementation(implementation: str | None, known: tuple[str, ...], on
         raise NotImplementedError(
             f"`implementation` must be None or one of {known} for this operator; got {implementation!r}."
         )
+    kernels = '; the kernels of Pallas are "fused"' if implementation in _OF_KERNELS and "fused" in known else ""
     check(
         implementation is None or implementation in known,
-        f"`implementation` must be None or one of {known}; got {implementation!r}.",
+        f"`implementation` must be None or one of {known}{kernels}; got {implementation!r}.",
     )
     return implementation or (on_tpu if jax.default_backend() == "tpu" else "xla")
 
@@ -227,7 +244,8 @@ def check_packed(cu_seqlens, B: int) -> None:
     check_library("cu_seqlens", cu_seqlens)
     cu_seqlens = as_int32(cu_seqlens)
     kind = type(cu_seqlens).__name__
-    check(hasattr(cu_seqlens, "dtype"), f"`cu_seqlens` must be an int32 array [N + 1]; got {kind}.")
+    instead = ", of which `jnp.array(cu_seqlens, jnp.int32)` makes one" if isinstance(cu_seqlens, list | tuple) else ""
+    check(hasattr(cu_seqlens, "dtype"), f"`cu_seqlens` must be an int32 array [N + 1]; got {kind}{instead}.")
     check(
         cu_seqlens.ndim == 1 and cu_seqlens.dtype == jnp.int32 and cu_seqlens.shape[0] >= 2,
         f"`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}.",
@@ -428,6 +446,5 @@ def check_gated(q, k, v, g, per_channel: bool) -> tuple[int, int, int, int, int,
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
     HV, V = check_value_heads(v, (B, T, H, K))
-    gate = (B, T, HV, K) if per_channel else (B, T, HV)
-    check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
+    _check_gate("g", g, (B, T, HV, K) if per_channel else (B, T, HV))
     return B, T, H, HV, K, V

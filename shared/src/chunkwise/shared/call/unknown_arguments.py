@@ -19,6 +19,10 @@ _MASK = (
 )
 _SLOTS = "name the slots of a pool by `state_indices`, which the recurrent and ragged functions take."
 _GRAPH = "leave it out; a jitted program serves all boundaries of the same shape."
+_KINDS = (
+    "leave it out; the types of the arrays decide: products of float32 arrays are exact to float32, and products of "
+    "bfloat16 arrays have operands in bfloat16 and sums in float32."
+)
 _CONSTANT = "give the constant gates of the layer as `g_gamma`, [HV]."
 
 INSTEAD = {
@@ -64,6 +68,10 @@ INSTEAD = {
     "initial_state": "call it `states`, the pool with the states of all sequences.",
     "states": "call it `initial_state`.",
     "output_final_state": "leave it out; a serving step always returns the pool with the final states.",
+    "query": "call it `q`.",
+    "key": "call it `k`.",
+    "value": "call it `v`.",
+    "precision": _KINDS,
     "softmax_scale": "call it `scale`.",
     "sm_scale": "call it `scale`.",
 }

@@ -45,10 +45,13 @@ def select_tokens(tokens: jax.Array | None, x: jax.Array, others: float = 0.0) -
 
 
 def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int) -> jax.Array | None:
-    """Return which tokens are not padding, bool [1, T] or [B, T]; None if there can be no padding."""
+    """Return which tokens are not padding, bool [1, T] or [B, T]; None if there can be no padding.
+
+    As in `rising`, a boundary that is less than an earlier one counts as that one.
+    """
     if segment_ids is not None:
         return segment_ids >= 0
-    return None if cu_seqlens is None else (jnp.arange(T, dtype=jnp.int32) < cu_seqlens[-1])[None]
+    return None if cu_seqlens is None else (jnp.arange(T, dtype=jnp.int32) < jnp.max(cu_seqlens))[None]
 
 
 def zero_padding(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:

@@ -33,6 +33,8 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 _MOST = 127.0
 # The smallest scale of a row. The scale and its inverse are normal numbers.
 _LEAST_SCALE = 2.0**-120
+# Where a token of the user is n tokens of a ring, `drafts` of a decode are n - 1 times this more than their number.
+_MORE_TOKENS = 1 << 16
 
 
 class StatePool(NamedTuple):
@@ -50,7 +52,8 @@ class StatePool(NamedTuple):
       gates: the log decays of these tokens in nats, float32 [slots, L, HV] in the order [R, H], or per channel
         [slots, L, R, H, K].
       count: int32 [slots], how many tokens the ring holds.
-      drafts: int32 [slots], how many of these tokens the last decode added; `num_accepted_tokens` may keep fewer.
+      drafts: int32 [slots], how many of these tokens the last decode added; `num_accepted_tokens` may keep fewer. After
+        a decode of an operator of which a token takes n tokens of the ring it is (n - 1) 2**16 more.
     """
 
     states: jax.Array
@@ -184,6 +187,23 @@ def with_counts(pool: StatePool, target: jax.Array, count: jax.Array, drafts: ja
     return pool._replace(count=put(pool.count, target, count), drafts=put(pool.drafts, target, drafts))
 
 
+def with_plain_drafts(pool: StatePool) -> StatePool:
+    """Return a pool with rings whose drafts are only numbers of tokens."""
+    return pool._replace(drafts=pool.drafts & jnp.int32(_MORE_TOKENS - 1))
+
+
+def with_tokens_of(pool: StatePool, before: StatePool, target: jax.Array, n: int) -> StatePool:
+    """Return a pool after a step whose tokens took n tokens of a ring each, and which wrote the slots `target`."""
+    more = jnp.where(pool.drafts > 0, jnp.int32((n - 1) * _MORE_TOKENS), jnp.int32(0))
+    written = chunking.put(jnp.zeros_like(pool.drafts), target, jnp.ones_like(target)) > 0
+    return pool._replace(drafts=jnp.where(written, pool.drafts + more, before.drafts))
+
+
+def _tokens_each(pool: StatePool, slots: jax.Array) -> jax.Array:
+    """Return how many tokens of the ring of each slot a token of its last decode took, int32 [n]."""
+    return (chunking.take(pool.drafts, slots) >> _MORE_TOKENS.bit_length() - 1) + jnp.int32(1)
+
+
 def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return float32 states [..., K, V] in the last 8 bits of int32 numbers, and the scales of rows [..., K, 1]."""
     most = jnp.max(jnp.abs(states), axis=-1, keepdims=True)
@@ -262,7 +282,9 @@ def _check_accepted(pool: StatePool, slots: jax.Array, accepted: jax.Array) -> j
 
     def find() -> Iterator[faults.Fault]:
         exists = pools.existing(slots, pool.shape[0]) >= 0
-        drafts = chunking.take(pool.drafts, slots) if pool.replay else exists.astype(jnp.int32)
+        drafts = exists.astype(jnp.int32)
+        if pool.replay:
+            drafts = chunking.take(with_plain_drafts(pool).drafts, slots) // _tokens_each(pool, slots)
         wrong = (drafts > 0) & ((accepted < 1) | (accepted > drafts))
         last = "the last decode of each slot had" if pool.replay else "a slot without a ring has"
         message = f"`num_accepted_tokens` must be from 1 to the tokens that {last}, {{most}}; got {{got}}."
@@ -292,6 +314,9 @@ def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Arra
     pool, slots = _check_given(pool, slots)
     if num_accepted_tokens is not None:
         num_accepted_tokens = _check_accepted(pool, slots, num_accepted_tokens)
+        if pool.replay:
+            num_accepted_tokens *= _tokens_each(pool, slots)
+            pool = with_plain_drafts(pool)
     return load(pool, *kept_states(pool, slots, num_accepted_tokens))
 
 

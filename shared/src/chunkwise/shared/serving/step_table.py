@@ -35,6 +35,17 @@ class ServingStep(NamedTuple):
     tokens: jax.Array
 
 
+def boundaries_of(cu_seqlens: jax.Array, slots: Slots, num_tokens: int) -> jax.Array:
+    """Return the boundaries of the sequences of a step that exist, int32 [N + 1], which rise within its tokens.
+
+    Boundaries after the last sequence may be anything: they become the end of the last sequence.
+    """
+    if slots.num_sequences is not None:
+        named = jnp.arange(cu_seqlens.shape[0], dtype=jnp.int32) <= slots.num_sequences
+        cu_seqlens = jnp.where(named, cu_seqlens, jnp.int32(0))
+    return chunking.rising(cu_seqlens, num_tokens)
+
+
 def find_step(
     cu_seqlens: jax.Array, slots: Slots, num_slots: int | None, num_tokens: int, decode_tokens: int | None = None
 ) -> ServingStep:
@@ -61,9 +72,7 @@ def find_step(
     sequences = N if slots.num_sequences is None else slots.num_sequences
     exists = index < sequences
     decodes = exists & (index < (0 if slots.num_decodes is None else slots.num_decodes))
-    # Boundaries after the last sequence may be anything: they become the end of the last sequence.
-    named = jnp.arange(N + 1, dtype=jnp.int32) <= sequences
-    boundaries = chunking.rising(jnp.where(named, cu_seqlens, jnp.int32(0)), num_tokens)
+    boundaries = boundaries_of(cu_seqlens, slots, num_tokens)
     start, end = boundaries[:-1], boundaries[1:]
     tokens = jnp.max(jnp.where(decodes, end, jnp.int32(0)))
     # A decode over a ring has one slot, whose ring says which tokens are kept.

@@ -1,12 +1,17 @@
 """The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from chunkwise.integrations.maxtext.weights import load_qwen3_next, save_qwen3_next
-from chunkwise.integrations.replacing import Place, PutBack, replace
+from chunkwise.integrations.replacing import Place, PutBack, reads, replace
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.shared.call import checks
 
 __all__ = ["install", "jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
 
@@ -15,7 +20,8 @@ def install(documents: bool = False) -> PutBack:
     """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise; return a function to undo this.
 
     MaxText has no setting for this, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
-    afterwards use chunkwise.
+    afterwards use chunkwise. With `use_gdn_kernel` of newer versions, MaxText would run a kernel of its own instead of
+    these functions: its layer raises a ValueError then.
 
     Args:
       documents: whether the documents of a packed row are kept apart in training. MaxText's layer passes the state, and
@@ -32,7 +38,29 @@ def install(documents: bool = False) -> PutBack:
         from chunkwise.integrations.maxtext import layer
 
         places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", layer.over_documents))
+    elif reads(qwen3, _KERNEL):
+        theirs = qwen3.Qwen3NextGatedDeltaNet.__call__
+        places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", _without_kernel(theirs)))
     return replace(*places)
+
+
+# The setting with which newer versions of MaxText run a kernel of their own.
+_KERNEL = "use_gdn_kernel"
+
+
+def _without_kernel(theirs: Callable) -> Callable:
+    """Return the call of MaxText's layer, which refuses a config whose kernel takes the place of our functions."""
+    if theirs.__module__ == __name__:
+        return theirs
+
+    @functools.wraps(theirs)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        asked = getattr(self.config, _KERNEL, False)
+        checks.check(not asked, f"`{_KERNEL}` must be False where chunkwise is installed; got {asked!r}.")
+        return theirs(self, *arguments, **options)
+
+    call.__module__ = __name__
+    return call
 
 
 def jax_chunk_gated_delta_rule(

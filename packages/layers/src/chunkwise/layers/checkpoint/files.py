@@ -25,6 +25,8 @@ _TYPES = dict(
     F8_E8M0=("float8_e8m0fnu", 8), F8_E4M3FNUZ=("float8_e4m3fnuz", 8), F8_E5M2FNUZ=("float8_e5m2fnuz", 8),
     F4=("float4_e2m1fn", 4),
 )  # fmt: skip
+# The types that arrays of a checkpoint may have.
+KINDS = frozenset(kind for kind, _ in _TYPES.values())
 # The bits of all types, some of which only lie between the arrays that are read.
 _BITS = dict(C64=64, F6_E2M3=6, F6_E3M2=6) | {name: bits for name, (_, bits) in _TYPES.items()}
 

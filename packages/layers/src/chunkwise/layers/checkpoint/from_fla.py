@@ -19,8 +19,12 @@ RWKV7 = dict(
     hidden_size=2048, head_dim=64, num_heads=None, decay_low_rank_dim=64, a_low_rank_dim=64, gate_low_rank_dim=128,
     v_low_rank_dim=16, norm_eps=1e-5,
 )  # fmt: skip
+# The same for files of the RWKV-7 of transformers, which `architectures` tells apart.
+_TRANSFORMERS = RWKV7 | dict(hidden_size=768, v_low_rank_dim=32)
 # The files of RWKV-7 have no config; the letters of their projections of low rank, and the shapes of their arrays.
 _RANKS = dict(w="R_decay", a="R_rate", g="R_gate", v="R_first")
+# The starts of the names of blocks in these files, and where transformers has them.
+_BLOCKS = ("blocks.", "rwkv7.blocks.")
 # Why a layer of RWKV-7 has a number.
 _WHY = "because the first one takes no values of another"
 
@@ -29,6 +33,7 @@ def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
     """Return the config of Gated DeltaProduct."""
     for name in ("use_short_conv", "use_output_gate"):
         s.require(name, True)
+    s.require("conv_bias", False)
     H, K, expand = s.whole("num_heads"), s.whole("head_dim"), s.number("expand_v")
     V = int(K * expand)
     checks.check(V > 0 and K * expand == V, f"`hf_config.expand_v` must make whole channels of {K}; got {expand}.")
@@ -41,6 +46,8 @@ def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
 def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfig:
     """Return the config of a layer of RWKV-7, of its number."""
     layer = layer_types.given(layer, _WHY)
+    if "Rwkv7ForCausalLM" in (s.named.get("architectures") or ()):
+        s.defaults = _TRANSFORMERS
     D, heads = s.whole("hidden_size"), s.whole("num_heads")
     # Their number says the size of heads only where the size is null, and not missing. Else it is not read, and some
     # files have a wrong one.
@@ -75,7 +82,13 @@ def _value_channels(s: settings.Settings, layer: int) -> int | None:
 
 def is_released(named: Mapping[str, Any]) -> bool:
     """Return whether a mapping has the arrays of a released file of RWKV, and not settings."""
-    return any(isinstance(name, str) and name.startswith("blocks.0.") for name in named)
+    return _start(named) is not None
+
+
+def _start(named: Mapping[str, Any]) -> str | None:
+    """Return the start of the names of blocks of RWKV-7 in a mapping; None if it has none."""
+    starts = {start for start in _BLOCKS for name in named if isinstance(name, str) and name.startswith(f"{start}0.")}
+    return min(starts, default=None)
 
 
 def released(named: Mapping[str, Any], layer: int | None) -> config.Rwkv7AttentionConfig:
@@ -84,8 +97,10 @@ def released(named: Mapping[str, Any], layer: int | None) -> config.Rwkv7Attenti
     whole = checks.is_whole(layer) and layer >= 0
     checks.check(whole, f"`layer` must be a whole number from 0 on; got {settings.shown(layer)}.")
 
+    start = _start(named)
+
     def shape(name: str) -> tuple[int, int]:
-        full = f"blocks.{layer}.att.{name}"
+        full = f"{start}{layer}.att.{name}"
         there = full in named
         found: tuple[int, ...] = np.shape(named[full]) if there else ()
         rule = f"`hf_config` must have {full!r} of two dimensions, as files of RWKV-7 have it"

@@ -213,8 +213,10 @@ def _xlstm(s: settings.Settings) -> config.MlstmLayerConfig:
     for name, n in dict(qk=q, v=v).items():
         fits = n > 0 and n % heads == 0
         checks.check(fits, f"`hf_config.{name}_dim_factor` must make a multiple of {heads} channels; got {n}.")
+    # Null is a value: there is no cap.
+    cap = s.number("gate_soft_cap") if s.has("gate_soft_cap") or "gate_soft_cap" not in s.named else None
     return config.MlstmLayerConfig(
-        D, heads, heads, q // heads, v // heads, eps=s.number("norm_eps"), gate_soft_cap=s.number("gate_soft_cap"),
+        D, heads, heads, q // heads, v // heads, eps=s.number("norm_eps"), gate_soft_cap=cap,
         divisor_eps=s.number("eps"),
     )  # fmt: skip
 

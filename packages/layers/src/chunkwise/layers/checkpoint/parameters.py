@@ -193,10 +193,12 @@ class Checkpoint:
         if "conv1d" in self:
             whole = self.read("conv1d", sum(channels), 1, W)[:, 0]
             return tuple(split(whole, channels, axis=0))
-        rows = self._rows(f"{names[0]}_conv1d")
-        equal = sum(channels) // len(channels)
-        # transformers saves three equal parts of what OLMo-hybrid has, whatever channels are queries, keys and values.
-        saved = (equal,) * len(channels) if rows == equal and sum(channels) % len(channels) == 0 else channels
+        rows, whole, n = self._rows(f"{names[0]}_conv1d"), sum(channels), len(channels)
+        # transformers saves three parts of what OLMo-hybrid has, as torch.chunk makes them, whatever channels are
+        # queries, keys and values: only the last one may be smaller.
+        part = -(-whole // n)
+        chunked = rows == part and (n - 1) * part < whole
+        saved = (*(part,) * (n - 1), whole - (n - 1) * part) if chunked else channels
         parts = [self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, saved, strict=True)]
         return tuple(parts if saved == channels else split(jnp.concatenate(parts), channels, axis=0))
 

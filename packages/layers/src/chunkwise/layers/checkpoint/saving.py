@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
@@ -40,11 +41,12 @@ def save_checkpoint(directory: str | Path, named: Mapping[str, Any], shard_bytes
     checks.check(not wrong, f"`named` must have names that are strings, and not '__metadata__'; got {wrong[:20]}.")
     whole = isinstance(shard_bytes, int) and not isinstance(shard_bytes, bool) and shard_bytes > 0
     checks.check(whole, f"`shard_bytes` must be a whole number above 0; got {shard_bytes!r}.")
+    sizes = {name: _bytes(name, arrays.from_torch(named[name])) for name in named}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     there = sorted(path.name for path in directory.glob("model*.safetensors*"))
     checks.check(not there, f"`directory` must be a folder without a checkpoint; {str(directory)!r} has {there[:20]}.")
-    shards = _divide({name: arrays.from_torch(named[name]).nbytes for name in named}, shard_bytes)
+    shards = _divide(sizes, shard_bytes)
     if len(shards) == 1:
         _write(directory / files.ONE, named, shards[0])
         return
@@ -55,6 +57,15 @@ def save_checkpoint(directory: str | Path, named: Mapping[str, Any], shard_bytes
         places |= dict.fromkeys(names, file)
     total = sum(sum(part.values()) for part in shards)
     files.write_json(directory / files.INDEX, dict(metadata=dict(total_size=total), weight_map=places))
+
+
+def _bytes(name: str, x: Any) -> int:
+    """Return the bytes of an array of a type that `open_checkpoint` reads."""
+    array = isinstance(x, np.ndarray | np.generic | jax.Array)
+    kind = str(x.dtype) if array else type(x).__name__
+    fits = array and kind in files.KINDS
+    checks.check(fits, f"`named` must have arrays of types of the format safetensors; got {kind} for {name!r}.")
+    return x.nbytes
 
 
 def _divide(sizes: dict[str, int], most: int) -> list[dict[str, int]]:

@@ -17,12 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 from chunkwise.causal_conv1d import causal_conv1d, causal_conv1d_update
 from chunkwise.layers import caches
 from chunkwise.layers.devices import division
-from chunkwise.shared.call import checks
+from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.mesh import context
 from chunkwise.shared.plain import stream
-from chunkwise.shared.serving import state_pool
+from chunkwise.shared.serving import state_pool, step_table
 
 # The names of the operator's implementations in the packages around it, and for decoding, which has no stages.
 AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
@@ -204,10 +204,8 @@ class Serving:
     def valid_tokens(self, x) -> jax.Array | None:
         """Return which tokens of x [1, T, D] belong to a sequence that exists, bool [1, T]."""
         ends, count = checks.as_int32(self.slots["cu_seqlens"]), self.step.num_sequences
-        if ends is None or count is None:
-            return chunking.valid_tokens(ends, None, x.shape[1])
-        exists = jnp.arange(ends.shape[0], dtype=jnp.int32) <= count
-        return chunking.valid_tokens(jnp.max(jnp.where(exists, ends, jnp.int32(0)))[None], None, x.shape[1])
+        ends = step_table.boundaries_of(ends, arguments.Slots(num_sequences=count), x.shape[1])
+        return chunking.valid_tokens(ends, None, x.shape[1])
 
     @property
     def _conv_slots(self) -> dict:
