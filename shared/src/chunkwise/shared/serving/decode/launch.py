@@ -28,6 +28,8 @@ _MOST_HEADS_OF_DRAFTS = 64
 # the time in which products wait.
 _RING_STATES = 256
 _RING_STATES_OF_DRAFTS = 128
+# The most lanes of value heads that lie side by side.
+_MOST_LANES = 1024
 # The most launches that take parts of the heads of an operator.
 _MOST_LAUNCHES = 8
 # The most slots with rings, whose numbers of tokens are in scalar memory.
@@ -80,7 +82,8 @@ def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
     s = x.static
     if pool.replay or not pools.lies_transposed(s.K, s.V):
         return x
-    some = 1 if x.per_channel or x.p is not None or pool.scales is not None else s.group
+    alone = x.per_channel or x.p is not None or pool.scales is not None
+    some = 1 if alone else tuning.largest_divisor(s.group, max(_MOST_LANES // s.V, 1))
     wide = s._replace(HV=s.HV // some, V=s.V * some, first=s.first // some, transposed=True, side_by_side=some)
     return x._replace(static=wide)
 
