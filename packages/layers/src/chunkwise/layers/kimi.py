@@ -126,7 +126,7 @@ def _mix(
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
-    y, cache = mixing.delta_rule(run, x)(
+    y, cache = mixing.delta_rule(
         run, config, _OPERATORS, projected, w.conv, f, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
         activation="sigmoid", eps=config.eps, lower_bound=config.lower_bound,
     )  # fmt: skip

@@ -8,8 +8,9 @@ import numpy as np
 
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
-from chunkwise.layers.mixer import norm, running
+from chunkwise.layers.mixer import mixing, norm, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
@@ -89,14 +90,40 @@ def _mix(
     Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and the cost of the operator.
     Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025).
     """
-    q, k, v = (
-        running.by_head(jax.nn.silu(running.project(x, weight)), count)
-        for weight, count in zip((w.q, w.k, w.v), config.heads, strict=True)
-    )
-    z = running.project(x, w.z)
-    o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=_decay(config), scale=1.0)
-    y = norm.norm_groups(run, o, z, w.norm, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
-    return running.project_out(y, w.out, x), caches.Cache((), state)
+    projected, z = tuple(running.project(x, weight) for weight in (w.q, w.k, w.v)), running.project(x, w.z)
+    # A norm over heads of several devices comes after all that each of them does alone.
+    alone = not norm.is_local(run, projected[2], config, 1)
+    inside = ((), ()) if alone else (z, w.norm)
+    y, cache = mixing.mix(run, config, _MIXER, (projected, _decay(config), *inside))
+    return running.project_out(_finish(run, config, y, z, w.norm) if alone else y, w.out, x), cache
+
+
+def _one_after_the_other(run: running.Run, config: config.LightningAttentionConfig, arrays) -> running.Mixed:
+    """Return the output before the last projection, and the cache after the tokens."""
+    projected, gamma, z, weight = arrays
+    q, k, v = (running.by_head(jax.nn.silu(y), count) for y, count in zip(projected, config.heads, strict=True))
+    o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=gamma, scale=1.0)
+    return o if isinstance(z, tuple) else _finish(run, config, o, z, weight), caches.Cache((), state)
+
+
+def _finish(run: running.Run, config: config.LightningAttentionConfig, o, z, weight) -> jax.Array:
+    """Return the output of all heads [B, T, HV, V] after the norm and the gate."""
+    return norm.norm_groups(run, o, z, weight, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
+
+
+def _decodes(config: config.LightningAttentionConfig, arrays) -> Decodes:
+    """Return the record of all of it for single tokens."""
+    projected, gamma, *inside = arrays
+    z, weight = (None if isinstance(y, tuple) else y for y in inside)
+    static = DecodeStatic(
+        config.H, config.HV, config.K, config.V, 1, True, 1.0, False, "decode_layer_fwd", activation="silu",
+        norm_gate="sigmoid", eps=None if weight is None else config.eps, norm_heads=config.HV,
+    )  # fmt: skip
+    z = None if z is None else mixing.rows(z)
+    return Decodes(static, tuple(map(mixing.rows, projected)), None, z=z, norm=weight, gamma=gamma)
+
+
+_MIXER = mixing.Mixer(_one_after_the_other, _decodes, (mixing.PROJECTED, "n", "btn", "n"))
 
 
 LAYER = layer.Definition(

@@ -8,9 +8,10 @@ import numpy as np
 
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
-from chunkwise.layers.mixer import norm, running
+from chunkwise.layers.mixer import mixing, norm, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.kernels import gate_activation
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
 
@@ -135,20 +136,62 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     Source: Dao and Gu, Transformers are SSMs (2024).
     """
     *projected, z, dt = _project(x, w, config)
-    (q, k, v), conv = running.convolve_heads(run, config.heads, projected, w.conv, w.bias)
-    # A softplus is never below 0, so the default limit needs no operation.
-    dt = jax.nn.softplus(running.with_bias(dt.astype(jnp.float32), w.dt_bias))
-    dt = jnp.clip(dt, *config.dt_limit)
-    u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
-    o, state = run.operate(_OPERATORS, q, k, u, gate_activation.decay_of_steps(dt, w.A_log), scale=1.0)
-    o = (o.astype(jnp.float32) + w.skip[None, None, :, None] * v.astype(jnp.float32)).astype(x.dtype)
-    if config.norm is None:
-        y = (o.astype(jnp.float32) * jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))).astype(x.dtype)
-    else:
-        first = config.norm == "before"
-        y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
+    # A norm over heads of several devices comes after all that each of them does alone.
+    alone = config.norm is not None and not norm.is_local(run, projected[2], config, config.H)
+    inside = ((), ()) if alone else (z, w.norm)
+    bias = w.bias or ((), (), ())
+    arrays = tuple(projected), w.conv, bias, dt, w.A_log, w.dt_bias, w.skip, *inside
+    y, cache = mixing.mix(run, config, _MIXER, arrays)
+    if alone:
+        y = _finish(run, config, y, z, w.norm)
     y = running.project_out(y, w.out, x)
-    return running.with_bias(y, w.out_bias), caches.Cache(conv, state)
+    return running.with_bias(y, w.out_bias), cache
+
+
+def _one_after_the_other(run: running.Run, config: config.Mamba2Config, arrays: mixing.Arrays) -> running.Mixed:
+    """Return the output of the mixer before its last projection, and the cache after its tokens."""
+    projected, weights, bias, dt, A_log, dt_bias, skip, z, weight = arrays
+    biases = tuple(None if isinstance(b, tuple) else b for b in bias)
+    (q, k, v), conv = running.convolve_heads(run, config.heads, projected, weights, biases)
+    # A softplus is never below 0, so the default limit needs no operation.
+    dt = jax.nn.softplus(running.with_bias(dt.astype(jnp.float32), dt_bias))
+    dt = jnp.clip(dt, *config.dt_limit)
+    wide = v.astype(jnp.float32)
+    u = (dt[..., None] * wide).astype(v.dtype)
+    o, state = run.operate(_OPERATORS, q, k, u, gate_activation.decay_of_steps(dt, A_log), scale=1.0)
+    o = (o.astype(jnp.float32) + skip[None, None, :, None] * wide).astype(v.dtype)
+    return o if isinstance(z, tuple) else _finish(run, config, o, z, weight), caches.Cache(conv, state)
+
+
+def _finish(run: running.Run, config: config.Mamba2Config, o, z, weight) -> jax.Array:
+    """Return the output of all heads [B, T, HV, V] after the gate and the norm."""
+    if config.norm is None:
+        gate = jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))
+        return (o.astype(jnp.float32) * gate).astype(o.dtype)
+    first = config.norm == "before"
+    return norm.norm_groups(run, o, z, weight, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
+
+
+def _decodes(config: config.Mamba2Config, arrays: mixing.Arrays) -> Decodes:
+    """Return the record of all of it for single tokens."""
+    projected, weights, bias, dt, A_log, dt_bias, skip, z, weight = arrays
+    z, weight = (None if isinstance(y, tuple) else y for y in (z, weight))
+    static = DecodeStatic(
+        config.H, config.HV, config.K, config.V, 1, True, 1.0, False, "decode_layer_fwd", activation="silu",
+        norm_gate="silu", dt_limit=config.dt_limit, norm_heads=config.HV // config.H, gate_first=config.norm == "after",
+        eps=None if weight is None else config.eps,
+    )  # fmt: skip
+    return Decodes(
+        static, tuple(map(mixing.rows, projected)), mixing.rows(dt), z=None if z is None else mixing.rows(z),
+        weight=tuple(weights), bias=() if isinstance(bias[0], tuple) else tuple(bias), A_log=A_log, dt_bias=dt_bias,
+        norm=weight, skip=skip,
+    )  # fmt: skip
+
+
+_MIXER = mixing.Mixer(
+    _one_after_the_other, _decodes,
+    (mixing.PROJECTED, mixing.OF_CHANNELS, mixing.OF_CHANNELS, "btn", "n", "n", "n", "btn", "n"),
+)  # fmt: skip
 
 
 LAYER = layer.Definition(

@@ -305,13 +305,13 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
     options = options._replace(config=kernels.config_for(x, options))
-    scale, pool, x = x.scale, x.initial_state, x._replace(scale=None, initial_state=None)
+    scale, pool, x = x.scale, pools.as_they_lie(x.initial_state), x._replace(scale=None, initial_state=None)
     static = _in_pieces(kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True)
     table, count = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
     static = replace(static, listed=table.shape[1])
     operands = _vary_alike(_operands(kernels, x, static, (table, None), pool=pool, count=count))
     out = kernels.forward(operands, static, ("o", "pool_out"))
-    return launcher.scaled(_user_output(out["o"], x), scale), out["pool_out"]
+    return launcher.scaled(_user_output(out["o"], x), scale), pools.as_users_see(out["pool_out"])
 
 
 def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -> state_map.Found:

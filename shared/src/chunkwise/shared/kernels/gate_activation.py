@@ -83,7 +83,7 @@ class Softplus(Law):
     def decay(self, x, A_log, dt_bias, unit=1.0, exact=True):
         """Return -a softplus(x + b)."""
         a, x = jnp.exp(A_log), x + dt_bias
-        return (-unit * a) * (_softplus(x) if exact else _softplus_of_few_operations(x))
+        return (-unit * a) * (softplus(x) if exact else _softplus_of_few_operations(x))
 
     def gradient(self, x, A_log, dt_bias, dg):
         """Return the gradients of x and A_log."""
@@ -117,7 +117,7 @@ class Sigmoid(Law):
 LAWS: dict[str, type[Law]] = {"softplus": Softplus, "sigmoid": Sigmoid}
 
 
-def _softplus(x: jax.Array) -> jax.Array:
+def softplus(x: jax.Array) -> jax.Array:
     """Return log(1 + e^x), where e^x does not overflow, and a small e^x is not lost beside 1."""
     return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 

@@ -141,9 +141,10 @@ def make_pool(
 def pool_formats(pool):
     """Return the Formats of a pool in rows, one for every array, for `jax.device_put` and `out_shardings` of `jax.jit`.
 
-    The kernels take every array of a pool with its last dimension in rows. By default XLA lays out some arrays in
-    another way on a TPU: states of a convolution, which have 3 rows a slot, among them. Then every serving step copies
-    the whole array into rows and back, however few of its slots it needs::
+    The kernels take every array of a pool with its last dimension in rows; of states of Mamba-2, such as [128, 64],
+    whose keys alone fill registers, the last but one. By default XLA lays out some arrays in another way on a TPU:
+    states of a convolution, which have 3 rows a slot, among them. Then every serving step copies the whole array into
+    rows and back, however few of its slots it needs::
 
         formats = pool_formats(pools)
         pools = jax.device_put(pools, formats)
@@ -157,7 +158,21 @@ def pool_formats(pool):
       The same tree of Formats: rows, on the devices of the array, or for a shape without a sharding on the default one.
     """
     here = SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: Format(Layout(tuple(range(x.ndim))), getattr(x, "sharding", None) or here), pool)
+
+    def format_of(x, states: bool = True):
+        order = tuple(range(x.ndim))
+        if states and x.ndim == 4 and pools.lies_transposed(*x.shape[2:]):
+            order = 0, 1, 3, 2
+        return Format(Layout(order), getattr(x, "sharding", None) or here)
+
+    def formats_of(x):
+        if not isinstance(x, StatePool):
+            return format_of(x)
+        # Over rings states lie in rows, too.
+        others = jax.tree.map(functools.partial(format_of, states=False), x)
+        return others if x.replay else others._replace(states=format_of(x.states))
+
+    return jax.tree.map(formats_of, pool, is_leaf=lambda x: isinstance(x, StatePool))
 
 
 def ring_dtype(dtype):
@@ -204,9 +219,12 @@ def _tokens_each(pool: StatePool, slots: jax.Array) -> jax.Array:
     return (chunking.take(pool.drafts, slots) >> _MORE_TOKENS.bit_length() - 1) + jnp.int32(1)
 
 
-def quantize(states: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32 states [..., K, V] in the last 8 bits of int32 numbers, and the scales of rows [..., K, 1]."""
-    most = jnp.max(jnp.abs(states), axis=-1, keepdims=True)
+def quantize(states: jax.Array, axis: int = -1) -> tuple[jax.Array, jax.Array]:
+    """Return float32 states [..., K, V] in the last 8 bits of int32 numbers, and the scales of rows [..., K, 1].
+
+    `axis` is that of V in the states and of 1 in the scales.
+    """
+    most = jnp.max(jnp.abs(states), axis=axis, keepdims=True)
     scales = jnp.maximum(most * jnp.float32(1 / _MOST), jnp.float32(_LEAST_SCALE))
     # The last bits of a float32 number near 3 * 2**22 are a whole number, rounded to nearest.
     return lax.bitcast_convert_type(states * (1 / scales) + jnp.float32(3 * 2**22), jnp.int32), scales

@@ -1,4 +1,4 @@
-"""The mixer of a delta layer, between its projections: convolutions, operator and gated norm.
+"""The mixer of a layer, between its projections: convolutions, operator, and the norm and gate of the output.
 
 They run one after the other. If every sequence has one token, which follows a cache or the state in a slot, one launch
 does all of them. Over a mesh whose devices share heads or rows, every device has such a launch, and sends nothing.
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,26 +30,43 @@ from chunkwise.shared.serving.state_pool import StatePool
 _VALUES = partition.Layout(
     "v", dict(b="rows", t="tokens", n="value heads", d="value channels"), dict(v="btnd"), results=()
 )
-# How the arguments of a mixer are split, in letters of `_VALUES`: the cache, the arrays of a step, the arrays of
-# `one_after_the_other`, A_log and dt_bias. Then the results.
-_CACHE: Any = "b.n", "bn"
-_LETTERS = (caches.Cache(*_CACHE), "", ("btn", "n", "btn", "btn", "btn", ""), "n", "n")
-_RESULTS = ("btn", caches.Cache(*_CACHE))
 
 # The output of a step [T, HV V], the pools of its convolutions and the pool of its states.
 Step = tuple[jax.Array, tuple[jax.Array, ...], StatePool]
+# Arrays of a layer between its projections; the first one is the tuple of queries, keys and values, [B, T, channels].
+Arrays = tuple[Any, ...]
 
 
-def delta_rule(run: running.Run, x: jax.Array) -> Callable[..., running.Mixed]:
-    """Return the function that mixes the tokens x [B, T, D]; it has the arguments of `one_after_the_other`."""
+class Mixer(NamedTuple):
+    """What a layer does between its projections.
+
+    Attributes:
+      one_after_the_other: from a run, the config and the arrays to the output [B, T, HV, V], and the cache after.
+      decodes: from the config and the arrays to the record of all of it for single tokens.
+      letters: how the arrays are split, in letters of `division.Letters`, in their structure.
+    """
+
+    one_after_the_other: Callable[[running.Run, Any, Arrays], running.Mixed]
+    decodes: Callable[[Any, Arrays], Decodes]
+    letters: tuple[Any, ...]
+
+
+# How queries, keys and values are split, and what belongs to each of their channels.
+PROJECTED, OF_CHANNELS = ("bth", "bth", "btn"), ("h", "h", "n")
+
+
+def mix(run: running.Run, config: config.LayerConfig, mixer: Mixer, arrays: Arrays) -> running.Mixed:
+    """Return the output of a layer before its last projection [B, T, HV, V], and the cache after its tokens."""
     if isinstance(run, running.Serving):
-        return over_step
-    return over_token if run.continues_by_one(x) else one_after_the_other
+        return _over_step(run, config, mixer, arrays)
+    if run.continues_by_one(arrays[0][0]):
+        return _over_token(run, config, mixer, arrays)
+    return mixer.one_after_the_other(run, config, arrays)
 
 
-def one_after_the_other(
+def delta_rule(
     run: running.Run, config: config.LayerConfig, operators: running.Operators, projected, conv, g, beta, z, weight,
-    *, A_log, dt_bias, activation: str, eps: float, **gates,
+    *, A_log, dt_bias, activation: str, eps: float, **gates: Any,
 ) -> running.Mixed:  # fmt: skip
     """Return the normed output of a delta rule [B, T, HV, V], and the cache after its tokens.
 
@@ -65,71 +82,79 @@ def one_after_the_other(
       activation, eps: the arguments of the norm.
       **gates: further arguments of the operator about its gates.
     """
-    pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, config.heads))
-    q, k, v = (running.by_head(y, count) for (y, _), count in zip(pairs, config.heads, strict=True))
-    o, state = run.operate(
-        operators, q, k, v, running.by_head(g, config.HV) if config.per_channel else g, beta,
-        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
-        use_beta_sigmoid_in_kernel=True, **gates,
-    )  # fmt: skip
-    kept = tuple(after for _, after in pairs)
-    return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), caches.Cache(kept, state)
+
+    def one_after_the_other(run, config, arrays):
+        projected, conv, g, beta, z, weight, A_log, dt_bias = arrays
+        (q, k, v), kept = running.convolve_heads(run, config.heads, projected, conv)
+        o, state = run.operate(
+            operators, q, k, v, running.by_head(g, config.HV) if config.per_channel else g, beta,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+            use_beta_sigmoid_in_kernel=True, **gates,
+        )  # fmt: skip
+        return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), caches.Cache(kept, state)
+
+    def decodes(config, arrays):
+        projected, conv, g, beta, z, weight, A_log, dt_bias = arrays
+        activations = GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates)
+        static = static_of(config.H, config.HV, config.K, config.V, activations)
+        static = static._replace(norm_gate=activation, eps=eps)
+        tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
+        return Decodes(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)
+
+    mixer = Mixer(one_after_the_other, decodes, (PROJECTED, OF_CHANNELS, "btn", "btn", "btn", "", "n", "n"))
+    return mix(run, config, mixer, (projected, conv, g, beta, z, weight, A_log, dt_bias))
 
 
-def over_step(
-    run: running.Serving, config: config.LayerConfig, operators: running.Operators, *arrays, A_log, dt_bias,
-    **options: Any,
-) -> running.Mixed:  # fmt: skip
-    """Do the same as `one_after_the_other` for a serving step."""
-    law: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias)
+def rows(x: jax.Array) -> jax.Array:
+    """Return all tokens of x [B, T, channels], one row after the other."""
+    return x.reshape(-1, x.shape[2])
+
+
+def _over_step(run: running.Serving, config: config.LayerConfig, mixer: Mixer, arrays: Arrays) -> running.Mixed:
+    """Do the same as `mix` for a serving step."""
     if (division := _find_division(run, config, arrays)) is not None:
         named = {name: checks.as_int32(y) for name, y in run.slots.items() if hasattr(y, "shape")}
-        tree = run.pool, named, arrays, A_log, dt_bias
-        if not _divides(division, run, config, tree):
-            return one_after_the_other(run, config, operators, *arrays, **law, **options)
-        return _on_devices(over_step, division, run, config, operators, options, *tree)
-    mixer, pool = _mixer(config, *arrays, **law, **options), state_pool.as_pool(run.pool.state)
-    mixer = mixer._replace(static=mixer.static._replace(W=run.decode_tokens or 1))
+        tree = run.pool, named, arrays
+        if not _divides(division, run, config, mixer, tree):
+            return mixer.one_after_the_other(run, config, arrays)
+        return _on_devices(_over_step, division, run, config, mixer, tree)
+    x, pool = mixer.decodes(config, arrays), state_pool.as_pool(run.pool.state)
+    x = x._replace(static=x.static._replace(W=run.decode_tokens or 1))
     slots = Slots(**{name: run.slots[name] for name in Slots._fields if name != "block_state_indices"})
 
     def others() -> Step:
-        y, cache = one_after_the_other(run, config, operators, *arrays, **law, **options)
+        y, cache = mixer.one_after_the_other(run, config, arrays)
         return y.reshape(-1, config.HV * config.V), cache.conv, state_pool.as_pool(cache.state)
 
-    o, conv, after = in_one_launch(
-        mixer, run.pool.conv, pool, run.step.cu_seqlens, slots, run.implementation, others
-    )  # fmt: skip
+    o, conv, after = in_one_launch(x, run.pool.conv, pool, run.step.cu_seqlens, slots, run.implementation, others)
     # A pool is returned as it came.
     state = after if pool is run.pool.state else after.states
     return o.reshape(1, -1, config.HV, config.V), caches.Cache(conv, state)
 
 
-def over_token(
-    run: running.Sequences, config: config.LayerConfig, operators: running.Operators, *arrays, A_log, dt_bias,
-    **options: Any,
-) -> running.Mixed:  # fmt: skip
-    """Do the same as `one_after_the_other` for one token of each row, which follows a cache."""
+def _over_token(run: running.Sequences, config: config.LayerConfig, mixer: Mixer, arrays: Arrays) -> running.Mixed:
+    """Do the same as `mix` for one token of each row, which follows a cache."""
     cache = run.cache
     # Only with a cache there is a token before.
     assert cache is not None
-    tree = cache, {}, arrays, A_log, dt_bias
+    tree = cache, {}, arrays
 
-    def others(cache, _, arrays, A_log, dt_bias):
-        after = dataclasses.replace(run, cache=cache)
-        return one_after_the_other(after, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+    def others(cache, _, arrays):
+        return mixer.one_after_the_other(dataclasses.replace(run, cache=cache), config, arrays)
 
-    def together(cache, _, arrays, A_log, dt_bias):
-        mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
+    def together(cache, _, arrays):
+        x, slots = mixer.decodes(config, arrays), _rows_as_slots(arrays)
         boundaries = jnp.arange(slots.num_decodes + 1, dtype=jnp.int32)
-        o, conv, pool = launch.launch(mixer, cache.conv, StatePool(cache.state), boundaries, slots)
+        o, conv, pool = launch.launch(x, cache.conv, StatePool(cache.state), boundaries, slots)
         return o.reshape(-1, 1, config.HV, config.V), caches.Cache(conv, pool.states)
 
     if (division := _find_division(run, config, arrays)) is None:
-        mixer, slots = _mixer(config, *arrays, A_log=A_log, dt_bias=dt_bias, **options), _rows_as_slots(arrays)
-        one_launch = choose.by_kernel(run.implementation, mixer, StatePool(cache.state), slots, conv=cache.conv)
+        x, slots = mixer.decodes(config, arrays), _rows_as_slots(arrays)
+        one_launch = choose.by_kernel(run.implementation, x, StatePool(cache.state), slots, conv=cache.conv)
     else:
-        one_launch = _divides(division, run, config, tree)
-        together = functools.partial(_on_devices, over_token, division, run, config, operators, options)
+        one_launch = _divides(division, run, config, mixer, tree)
+        together = functools.partial(_on_devices, _over_token, division, run, config, mixer)
+        together = lambda *tree, together=together: together(tree)
     if not one_launch:
         return others(*tree)
     # The gradient is taken from the other form, because one token is not worth a backward kernel.
@@ -138,58 +163,59 @@ def over_token(
     return differentiable(*structure.unflatten(compat.vary_alike(*leaves)))
 
 
-def _rows_as_slots(arrays) -> Slots:
+def _rows_as_slots(arrays: Arrays) -> Slots:
     """Return the slots of a batch of single tokens, whose rows are the slots of their cache."""
     B = arrays[0][0].shape[0]
     return Slots(jnp.arange(B, dtype=jnp.int32), num_decodes=B)
 
 
-def _find_division(run: running.Run, config: config.LayerConfig, arrays) -> partition.Division | None:
-    """Return how the values of a layer are divided over a mesh; None on one device."""
-    return partition.find_division({"v": running.by_head(arrays[0][2], config.HV)}, _VALUES, run.sharding)
+def _find_division(run: running.Run, config: config.LayerConfig, arrays: Arrays) -> partition.Division | None:
+    """Return how the heads of a layer are divided over a mesh; None on one device."""
+    division = partition.find_division({"v": running.by_head(arrays[0][2], config.HV)}, _VALUES, run.sharding)
+    if division is None:
+        return None
+    # All devices have a single key head.
+    return division._replace(axes=division.axes | {"h": division.axes["n"] if config.H > 1 else ()})
 
 
-def _divides(division: partition.Division, run: running.Run, config: config.LayerConfig, tree) -> bool:
+def _key_heads(division: partition.Division, config: config.LayerConfig) -> int:
+    """Return over how many devices the key heads of a layer are divided."""
+    return partition.size_of(division.mesh, division.axes["h"])
+
+
+def _letters(config: config.LayerConfig, mixer: Mixer) -> tuple[Any, ...]:
+    """Return how the cache, the arrays of a step and the arrays of a mixer are split."""
+    return caches.Cache(config.conv_letters, config.state_letters), "", mixer.letters
+
+
+def _divides(division: partition.Division, run: running.Run, config: config.LayerConfig, mixer: Mixer, tree) -> bool:
     """Return whether every device can have one launch for its heads, and for its rows of a batch.
 
-    Devices that share a key head, a token or channels of a value, or the slots of a pool, cannot. A pool must be an
-    array.
+    Devices that share one of several key heads, a token or channels of a value, or the slots of a pool, cannot. A pool
+    must be an array.
     """
     whole = division.axes["t"] + division.axes["d"] + (division.axes["b"] if tree[1] else ())
-    even = not whole and config.H % partition.size_of(division.mesh, division.axes["n"]) == 0
-    placed = even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _LETTERS)
+    even = not whole and config.H % _key_heads(division, config) == 0
+    placed = even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _letters(config, mixer))
     return placed and choose.runs_kernels(run.implementation, whole=True)
 
 
 def _on_devices(
-    mix: Callable[..., running.Mixed], division: partition.Division, run: running.Run, config: config.LayerConfig,
-    operators: running.Operators, options: dict[str, Any], *tree,
+    mix_here: Callable[..., running.Mixed], division: partition.Division, run: running.Run,
+    config: config.LayerConfig, mixer: Mixer, tree,
 ) -> running.Mixed:  # fmt: skip
-    """Call `over_step` or `over_token` on all devices of a mesh, each with its rows and heads."""
+    """Call `_over_step` or `_over_token` on all devices of a mesh, each with its rows and heads."""
     devices = partition.size_of(division.mesh, division.axes["n"])
-    config = dataclasses.replace(config, H=config.H // devices, HV=config.HV // devices)
+    config = dataclasses.replace(config, H=config.H // _key_heads(division, config), HV=config.HV // devices)
 
-    def on_device(cache, step, arrays, A_log, dt_bias):
+    def on_device(cache, step, arrays):
         changed: dict[str, Any] = {run.own_cache[0]: cache}
         if isinstance(run, running.Serving):
             changed["step"] = run.step._replace(**step)
-        here = dataclasses.replace(run, sharding=None, **changed)
-        return mix(here, config, operators, *arrays, A_log=A_log, dt_bias=dt_bias, **options)
+        return mix_here(dataclasses.replace(run, sharding=None, **changed), config, mixer, arrays)
 
-    return partition.on_devices(on_device, division, tree, _LETTERS, _RESULTS)
-
-
-def _mixer(
-    config: config.LayerConfig, projected, conv, g, beta, z, weight, *, A_log, dt_bias, activation: str, eps: float,
-    **gates: Any,
-) -> Decodes:  # fmt: skip
-    """Return the mixer of all tokens, one row after the other."""
-    rows = lambda x: x.reshape(-1, x.shape[2])
-    activations = GateActivation(True, use_beta_sigmoid_in_kernel=True, **gates)
-    static = static_of(config.H, config.HV, config.K, config.V, activations)
-    static = static._replace(norm_gate=activation, eps=eps)
-    tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
-    return Decodes(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)
+    letters = _letters(config, mixer)
+    return partition.on_devices(on_device, division, tree, letters, ("btn", letters[0]))
 
 
 def in_one_launch(

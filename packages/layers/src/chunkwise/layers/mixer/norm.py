@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from chunkwise.layers import config
 from chunkwise.layers.devices import division
 from chunkwise.layers.mixer import running
 from chunkwise.norm_gated import rms_norm_gated
@@ -41,6 +42,11 @@ def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str,
         sharding=division.split_heads(run.sharding, groups),
     )  # fmt: skip
     return (weight[None, None] * y.reshape(z.shape)).astype(o.dtype).reshape(o.shape)
+
+
+def is_local(run: running.Run, v, config: config.LayerConfig, groups: int) -> bool:
+    """Return whether no group of heads lies on several devices; v is [B, T, HV V]."""
+    return groups % division.devices_of_heads(run.sharding, running.by_head(v, config.HV)) == 0
 
 
 def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):

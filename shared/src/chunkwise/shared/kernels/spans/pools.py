@@ -35,6 +35,28 @@ class Routes(NamedTuple):
     blocks: jax.Array | None = None
 
 
+def lies_transposed(K: int, V: int) -> bool:
+    """Return whether the states [K, V] of a pool lie in HBM as [V, K], and kernels take them so.
+
+    XLA lays an array out with the dimension last that fills whole registers of 128 lanes, if there is one. States of
+    128 and 64 channels would otherwise take twice their bytes, and a launch would copy the pool there and back.
+    """
+    return K % 128 == 0 and V % 128 != 0 and V % 32 == 0
+
+
+def as_they_lie(pool: jax.Array) -> jax.Array:
+    """Return a pool [slots, HV, K, V] as kernels take it: itself, or [slots, HV, 1, V, K] where states lie transposed.
+
+    XLA moves no data for it.
+    """
+    return jnp.swapaxes(pool, 2, 3)[:, :, None] if lies_transposed(*pool.shape[2:]) else pool
+
+
+def as_users_see(pool: jax.Array) -> jax.Array:
+    """Return the pool [slots, HV, K, V] of a pool that `as_they_lie` returned."""
+    return pool if pool.ndim == 4 else jnp.swapaxes(pool[:, :, 0], 2, 3)
+
+
 def existing(slots: jax.Array, count: int) -> jax.Array:
     """Return slots of a pool of `count` slots, with -1 for slots that are negative or past the end."""
     return jnp.where((slots >= 0) & (slots < count), slots, jnp.int32(-1))
@@ -83,30 +105,36 @@ def copy_through(pool_ref, after_ref) -> None:
 
 
 def fetch_states(pool_ref, state_ref, continues: jax.Array, transposed: bool = False) -> None:
-    """Load the states [heads, K, V] of a slot as float32; if `continues` is 0, load zeros, whatever the slot holds.
+    """Load the states of a slot as float32; if `continues` is 0, load zeros, whatever the slot holds.
 
     Args:
-      pool_ref: the block of the pool.
+      pool_ref: the block of a pool of `as_they_lie`, [heads, K, V] or [heads, 1, V, K].
       state_ref: float32 [heads, K, V], or [heads / m, V, m K] if `transposed`, all dimensions padded with zeros.
       continues: scalar int32.
       transposed: whether the kernel holds states transposed, m heads side by side.
     """
-    m, size = _sizes(pool_ref, state_ref, transposed)
+    m, flipped, size = _orders(pool_ref, state_ref, transposed)
     if size != (state_ref.shape[1], state_ref.shape[2] // m):
         state_ref[...] = jnp.zeros_like(state_ref)
 
     def fetch(tile):
-        x = _below([pool_ref[head].astype(jnp.float32) for head in _heads(tile, m)], state_ref.shape[2] // m)
+        states = [pool_ref[_at(pool_ref, head)].astype(jnp.float32) for head in _heads(tile, m)]
         # A slot that was freed may hold anything, so zeros are selected: 0 times NaN is NaN.
-        x = jnp.where(continues == 1, x, 0.0)
-        state_ref[tile, : size[0], : size[1] if m == 1 else None] = x.T if transposed else x
+        x = jnp.where(continues == 1, _below(states, state_ref.shape[2] // m), 0.0)
+        state_ref[tile, : size[0], : size[1] if m == 1 else None] = x.T if flipped else x
 
     _each_head(state_ref.shape[0], fetch)
 
 
-def _sizes(pool_ref, state_ref, transposed: bool) -> tuple[int, tuple[int, int]]:
-    """Return how many heads the kernel holds side by side, and the rows and columns of the state of one."""
-    return pool_ref.shape[0] // state_ref.shape[0], pool_ref.shape[:0:-1] if transposed else pool_ref.shape[1:]
+def _orders(pool_ref, state_ref, transposed: bool) -> tuple[int, bool, tuple[int, ...]]:
+    """Return how many heads the kernel holds side by side, whether in another order than the pool, and their size."""
+    flipped, size = transposed != (len(pool_ref.shape) == 4), pool_ref.shape[-2:]
+    return pool_ref.shape[0] // state_ref.shape[0], flipped, size[::-1] if flipped else size
+
+
+def _at(pool_ref, head) -> tuple:
+    """Return the place of the state of a head in the block of a pool."""
+    return (head,) if len(pool_ref.shape) == 3 else (head, 0)
 
 
 def _heads(tile, m: int) -> list:
@@ -135,13 +163,13 @@ def _each_head(heads: int, run) -> None:
 
 def put_states(state_ref, pool_ref, transposed: bool = False) -> None:
     """Store states in a slot, in the type of the pool: the inverse of `fetch_states`."""
-    m, size = _sizes(pool_ref, state_ref, transposed)
+    m, flipped, size = _orders(pool_ref, state_ref, transposed)
 
     def put(tile):
         x = state_ref[tile, : size[0], : size[1] if m == 1 else None]
-        x = (x.T if transposed else x).astype(pool_ref.dtype)
+        x = (x.T if flipped else x).astype(pool_ref.dtype)
         for j, head in enumerate(_heads(tile, m)):
             first = j * state_ref.shape[2] // m
-            pool_ref[head] = x if m == 1 else x[first : first + size[1]]
+            pool_ref[_at(pool_ref, head)] = x if m == 1 else x[first : first + size[1]]
 
     _each_head(state_ref.shape[0], put)

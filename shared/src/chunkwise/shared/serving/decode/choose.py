@@ -47,13 +47,13 @@ def runs_kernels(implementation: str | None, whole: bool) -> bool:
 
 def _agrees(x: Decodes, conv: tuple, pool: StatePool) -> bool:
     """Return whether the arrays of a layer have shapes that agree; where they do not, its other way has the errors."""
-    s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1]
+    s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1] if x.weight else 1
     return (
         hasattr(pool.states, "dtype")
         and pool.states.shape[1:] == (s.HV, s.K, s.V)
         and sum(channels) == 2 * s.H * s.K + s.HV * s.V
-        and [y.shape for y in x.weight] == [(n, W) for n in channels]
-        and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels]
+        and [y.shape for y in x.weight] == [(n, W) for n in channels if x.weight]
+        and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels if x.weight]
         # Over rings the convolutions have as many slots for each state as decodes have tokens.
         and (not pool.replay or all(y.shape[0] == s.decode_tokens * pool.shape[0] for y in conv))
     )

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import packed, tiles
+from chunkwise.shared.kernels import activations, gate_activation, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
 from chunkwise.shared.serving.decode.records import DecodeStatic
@@ -157,12 +157,15 @@ def _run_in_turn(refs: DecodeRefs, s: DecodeStatic, i) -> None:
     for place, h in heads:
         S = refs.buffers.before[b, place, h].astype(jnp.float32)
         if refs.buffers.scale_in is not None:
-            S = S * tiles.to_column(refs.buffers.scale_in[b, place, h : h + 1][None])[0]
+            scales = refs.buffers.scale_in[b, place, h : h + 1]
+            S = S * (scales if s.transposed else tiles.to_column(scales[None])[0])
         states[place, h] = S
 
     def store(turn):
         for place, h in heads:
-            refs.buffers.after[b, place, h], scales = tile.stored(states[place, h], refs.buffers.after.dtype)
+            refs.buffers.after[b, place, h], scales = tile.stored(
+                states[place, h], refs.buffers.after.dtype, s.transposed
+            )
             if scales is not None:
                 refs.buffers.scale_out[b, place, h : h + 1] = scales
         copies.copy_slots(refs, s, i, pools.start, out=True, turn=turn)
@@ -187,16 +190,17 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     counts = [jnp.maximum(x, jnp.int32(0)) for x in table.of_step(refs, table.PLACE, i)] if refs.has_rings else None
     for place, start in enumerate(starts):
         refs.tokens.rows[place : place + 1, :] = refs.tokens.side_by_side[pl.ds(start, 1), :]
-    channels = [x for j in range(len(refs.tokens.x)) for x in _channels(refs, s, b, j)]
+    q, k, v = _by_head(refs, s, b)
     # Copies start as early as possible, so that they overlap with the computation.
     store = functools.partial(copies.copy_slots, refs, s, i, pools.start, out=True)
     if refs.pools.conv:
         store("conv")
-    q, k, v = (_by_head(channels, *heads) for heads in ((s.H, s.K), (s.H, s.K), (s.HV, s.V)))
     if s.normalise:
         q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
     q = [x * jnp.float32(s.scale) for x in q]
-    gates = _gates(refs, s)
+    gates, steps = _gates(refs, s)
+    written = v if steps is None else [tile.over_lanes(x, s) * y for x, y in zip(steps, v, strict=True)]
+    to_lanes = lambda heads: [tile.over_lanes(x, s) for x in heads] if s.side_by_side > 1 else heads
     decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
     if refs.has_rings:
         _append_keys(refs, s, b, counts, k, gates)
@@ -204,22 +208,24 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     # The erase key and the query of every value head.
     rows = [[_erase_key(refs, s, h, k), q[h // s.group]] for h in range(s.HV)]
     erased = [jnp.exp(tile.accumulate_before(x, s)) for x in gates] if s.erase_before_decay else decays
-    read = reads.read_states(refs, s, b, counts, rows, list(zip(erased, decays, strict=True)))
+    reach = list(zip(to_lanes(erased), to_lanes(decays), strict=True))
+    read = reads.read_states(refs, s, b, counts, rows, reach)
+    since = to_lanes(gates) if s.decode_tokens > 1 else gates
+    made, outputs = [], []
     for h in range(s.HV):
-        at = slice(h * s.width, h * s.width + s.V)
-        size, (S_e, S_q) = None if beta is None else beta[:, h : h + 1], read[h]
-        refs.work.made[:, at], o = tile.run_rule(
-            q[h // s.group], k[h // s.group], v[h], gates[h], size, rows[h][0], S_e, S_q, s
-        )
-        if s.eps is not None:
-            first = refs.lanes["z"].start + h * s.V
-            o = tile.norm_head(o, refs.tokens.rows[:, first : first + s.V], refs.work.norm[...].astype(jnp.float32), s)
-        # The output replaces channels that have been read; there are more channels than outputs.
-        refs.tokens.rows[:, at] = o
+        size, (S_e, S_q) = None if beta is None else tile.over_lanes(_of_head(beta, h, s), s), read[h]
+        new, o = tile.run_rule(q[h // s.group], k[h // s.group], written[h], since[h], size, rows[h][0], S_e, S_q, s)
+        if refs.work.skip is not None:
+            o = o + tile.over_lanes(_of_head(refs.work.skip[...].astype(jnp.float32), h, s), s) * v[h]
+        made.append(new)
+        outputs.append(o)
+    refs.work.made[...] = jnp.concatenate(made, axis=1)
+    # The output replaces channels that have been read; there are more channels than outputs.
+    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1))
     for place, start in enumerate(starts):
-        refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.width]
+        refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
     if refs.has_rings:
-        made = [refs.work.made[:, h * s.width : h * s.width + s.V] for h in tile.by_row(range(s.HV), s)]
+        made = [made[h] for h in tile.by_row(range(s.HV), s)]
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
         _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
@@ -227,11 +233,32 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
         store(*refs.kinds[1:])
 
 
+def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
+    """Return the outputs of all heads [m, HV V] after the gate and the norm of the layer."""
+    if refs.tokens.z is None:
+        return o
+    first, size = refs.lanes["z"].start, s.norm_heads * (s.V // s.side_by_side)
+    found = []
+    for at in range(0, o.shape[1], size):
+        of_heads, weight = slice(at, at + size), None
+        if s.eps is not None:
+            shared = refs.work.norm.shape[1] == size
+            weight = refs.work.norm[:, slice(0, size) if shared else of_heads].astype(jnp.float32)
+        z = refs.tokens.rows[:, first + at : first + at + size]
+        found.append(tile.norm_heads(o[:, of_heads], z, weight, s))
+    return jnp.concatenate(found, axis=1)
+
+
+def _of_head(x: jax.Array, h: int, s: DecodeStatic) -> jax.Array:
+    """Return the numbers of a head, [n, heads that lie side by side], of the numbers of all value heads."""
+    return x[:, h * s.side_by_side : (h + 1) * s.side_by_side]
+
+
 def _erase_key(refs: DecodeRefs, s: DecodeStatic, h: int, k: list[jax.Array]) -> jax.Array:
     """Return the erase keys of a value head, [m, K]."""
     if refs.tokens.p is None:
         return k[h // s.group]
-    first = refs.lanes["p"].start + h * packed.pad_lanes(s.K)
+    first = refs.lanes["p"].start + h * s.K
     return refs.tokens.rows[:, first : first + s.K]
 
 
@@ -244,18 +271,18 @@ def _update_states(refs: DecodeRefs, s: DecodeStatic, b, k, decays) -> None:
     for place in range(n):
         rows = [slice(row, row + 1) for row in range(place, refs.tokens.rows.shape[0], n)]
         for key in range(s.H):
-            columns = [tiles.to_column(k[key][row][None])[0] for row in rows]
+            keys = [k[key][row] if s.transposed else tiles.to_column(k[key][row][None])[0] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.state(b, place, h).astype(jnp.float32), slice(h * s.width, h * s.width + s.V)
-                for t, (row, column) in enumerate(zip(rows, columns, strict=True)):
+                S, of_head = refs.state(b, place, h).astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
+                for t, (row, of_token) in enumerate(zip(rows, keys, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
                     if t == 0 and refs.buffers.scale_in is not None and not s.loops:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
-                    S = tile.next_state(S, decay, column, refs.work.made[row, of_head])
+                    S = tile.next_state(S, decay, of_token, refs.work.made[row, of_head], s)
                     if s.loops:
                         refs.work.between[place, h] = S
                         continue
-                    refs.buffers.after[(*at, h)], scales = tile.stored(S, refs.buffers.after.dtype)
+                    refs.buffers.after[(*at, h)], scales = tile.stored(S, refs.buffers.after.dtype, s.transposed)
                     if scales is not None:
                         refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales
 
@@ -284,40 +311,52 @@ def _store_tokens(buffer: jax.Ref, s: DecodeStatic, b, heads: list[jax.Array]) -
             buffer[(*at, r)] = jnp.stack(token[r * s.H : (r + 1) * s.H], axis=1).astype(buffer.dtype)
 
 
-def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> list[jax.Array]:
-    """Return the channels of array j after the convolution, 128 at a time, [n, 128] each."""
+def _by_head(refs: DecodeRefs, s: DecodeStatic, b) -> list[list[jax.Array]]:
+    """Return queries, keys and values of every head after the convolution, [m, K] or [m, V] each."""
+    arrays, sizes = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))], ((s.H, s.K), (s.H, s.K), (s.HV, s.V))
+    if len(arrays) == 1:
+        ends = [0, s.H * s.K, 2 * s.H * s.K, arrays[0].shape[1]]
+        arrays = [arrays[0][:, begin:end] for begin, end in itertools.pairwise(ends)]
+    return [[x[:, i * D : (i + 1) * D] for i in range(heads)] for x, (heads, D) in zip(arrays, sizes, strict=True)]
+
+
+def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> jax.Array:
+    """Return the channels of array j after the convolution, or without one after the activation, [m, channels]."""
     x = refs.tokens.rows[:, refs.lanes[f"x{j}"]]
-    if refs.work.w:
-        weight, biases = refs.work.taps[:, refs.lanes[f"x{j}"]], refs.work.b
-        before, after = refs.buffers.conv_in[j], refs.buffers.conv_out[j]
-        width, W = weight.shape[0], s.decode_tokens
-        inputs = [*(before[b, :, t].astype(jnp.float32) for t in range(width - 1)), *tile.by_token(x, s)]
-        for t in range(W):
-            for i in range(width - 1):
-                at = (b, slice(None), t, i) if W > 1 else (b, slice(None), i)
-                after[at] = inputs[t + 1 + i].astype(after.dtype)
-        taps = [jnp.concatenate(inputs[i : i + W]) for i in range(width)]
-        bias = biases[j][...].astype(jnp.float32) if biases else None
-        x = tile.convolve(taps, weight, bias, s)
-    return [x[:, at : at + packed.LANES] for at in range(0, x.shape[1], packed.LANES)]
+    if not refs.work.w:
+        return activations.activate(x, s.activation)
+    first, biases = refs.lanes[f"x{j}"].start, refs.work.b
+    weight = refs.work.taps[:, first : first + x.shape[1]]
+    before, after = refs.buffers.conv_in[j], refs.buffers.conv_out[j]
+    width, W = weight.shape[0], s.decode_tokens
+    inputs = [*(before[b, :, t].astype(jnp.float32) for t in range(width - 1)), *tile.by_token(x, s)]
+    for t in range(W):
+        for i in range(width - 1):
+            at = (b, slice(None), t, i) if W > 1 else (b, slice(None), i)
+            after[at] = inputs[t + 1 + i].astype(after.dtype)
+    taps = [jnp.concatenate(inputs[i : i + W]) for i in range(width)]
+    bias = biases[j][...].astype(jnp.float32) if biases else None
+    return tile.convolve(taps, weight, bias, s)
 
 
-def _by_head(channels: list[jax.Array], heads: int, D: int) -> list[jax.Array]:
-    """Take heads of D channels, in whole registers each, from the front of a list, and return them, [n, D] each."""
-    width = packed.pad_lanes(D) // packed.LANES
-    taken = [jnp.concatenate([channels.pop(0) for _ in range(width)], axis=1) for _ in range(heads)]
-    return [x[:, :D] for x in taken]
+def _gates(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax.Array] | None]:
+    """Return the decays of every value head in nats, [m, 1], [m, K] or side by side [m, heads], and its time steps.
 
-
-def _gates(refs: DecodeRefs, s: DecodeStatic) -> list[jax.Array]:
-    """Return the decays of every value head in nats, [n, 1] or [n, K] each."""
-    g = refs.tokens.rows[:, refs.lanes["g"]]
+    Time steps are those of Mamba-2, otherwise None.
+    """
     of_law = refs.work.A_log, refs.work.dt_bias
     A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in of_law)
-    size = g.shape[1] // s.HV
+    by_head = lambda x: [_of_head(x, h, s) for h in range(s.HV)]
+    if refs.tokens.g is None:
+        return by_head(jnp.broadcast_to(refs.work.gamma[...], (refs.tokens.rows.shape[0], s.gates))), None
+    g = refs.tokens.rows[:, refs.lanes["g"]]
+    if s.dt_limit is not None:
+        assert A_log is not None
+        assert dt_bias is not None
+        steps = tile.time_steps(g, dt_bias, s)
+        return by_head(gate_activation.decay_of_steps(steps, A_log)), by_head(steps)
+    size = g.shape[1] // s.gates
     if size == 1:
-        found = tile.gate(g, A_log, dt_bias, s)
-        return [found[:, h : h + 1] for h in range(s.HV)]
+        return by_head(tile.gate(g, A_log, dt_bias, s)), None
     part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
-    gates = [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)]
-    return [x[:, : s.K] for x in gates]
+    return [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)], None

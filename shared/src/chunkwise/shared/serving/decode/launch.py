@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from chunkwise.shared import tuning
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.kernels import chunking, launcher, packed, windows
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, kernel, table
 from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
@@ -27,6 +28,8 @@ _MOST_HEADS_OF_DRAFTS = 64
 # the time in which products wait.
 _RING_STATES = 256
 _RING_STATES_OF_DRAFTS = 128
+# The most lanes of value heads that lie side by side.
+_MOST_LANES = 1024
 # The most launches that take parts of the heads of an operator.
 _MOST_LAUNCHES = 8
 # The most slots with rings, whose numbers of tokens are in scalar memory.
@@ -35,39 +38,68 @@ _RING_SLOTS = 2**14
 
 def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
+    x = _of_pool(x, pool)
     s, states = x.static, pool.states
-    # A layer has its channels side by side; the heads of an operator alone are padded to whole registers.
-    whole = not x.weight or (s.K % packed.LANES == 0 and s.V % packed.LANES == 0)
     heads = MOST_HEADS if s.decode_tokens == 1 else _MOST_HEADS_OF_DRAFTS
-    few = heads >= s.HV and not (s.loops and (pool.replay or x.weight))
-    if not (whole and few) or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
+    few = heads >= s.gates and not (s.loops and (pool.replay or x.of_layer))
+    if not few or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
     if pool.replay and not _takes_rings(x, pool):
         return None
-    width, T, constants = x.lanes, _rows(x, N), jax.eval_shape(lambda: x.constants)
+    width, outputs, T = x.lanes, packed.pad_lanes(s.HV * s.V), _rows(x, N)
+    constants = jax.eval_shape(lambda: x.constants)
     # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
-    fixed = T * (width * (4 + x.x[0].dtype.itemsize) + s.HV * s.width * (4 + 2 * x.x[0].dtype.itemsize))
+    fixed = T * (width * (4 + x.x[0].dtype.itemsize) + outputs * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
-    state = s.HV * packed.round_up(s.K, 32 // states.dtype.itemsize) * s.width * states.dtype.itemsize
+    state = s.HV * _state_bytes(s, states.dtype)
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
         slot += pool.replay * _ring_bytes(x, pool)
-        fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + s.width)
+        fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
     buffers = 2 * slot + (1 + (1 if s.loops else targets_of(x, pool))) * state
-    between = s.loops * 4 * s.HV * packed.round_up(s.K, 8) * s.width
-    products = 4 * s.decode_tokens * (2 * width + 8 * s.HV * (2 * packed.pad_lanes(s.K) + s.width))
+    between = s.loops * s.HV * _state_bytes(s, jnp.dtype(jnp.float32))
+    rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
+    products = 4 * s.decode_tokens * (2 * width + rows)
     each = copies.BUFFERS * buffers + between + products
-    some = sequences_of(s.HV, pool.replay > 0, s.decode_tokens)
+    some = sequences_of(s.gates, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
+
+
+def _state_bytes(s: DecodeStatic, dtype) -> int:
+    """Return the fast memory that the state of a head takes."""
+    rows, lanes = (s.V, s.K) if s.transposed else (s.K, s.V)
+    return packed.round_up(rows, 32 // dtype.itemsize) * packed.pad_lanes(lanes) * dtype.itemsize
+
+
+def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
+    """Return the decodes as the kernel takes them over a pool: if its states lie transposed, with fewer, wider heads.
+
+    The value heads of a key head then lie side by side, because one product reads the states of all of them, unless
+    each of them reads by a row of its own.
+    """
+    s = x.static
+    if pool.replay or not pools.lies_transposed(s.K, s.V):
+        return x
+    alone = x.per_channel or x.p is not None or pool.scales is not None
+    some = 1 if alone else tuning.largest_divisor(s.group, max(_MOST_LANES // s.V, 1))
+    wide = s._replace(HV=s.HV // some, V=s.V * some, first=s.first // some, transposed=True, side_by_side=some)
+    return x._replace(static=wide)
+
+
+def _as_it_lies(states: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return the states [slots, HV, K, V] of a pool as the kernel takes them; XLA moves no data for it."""
+    if not s.transposed:
+        return states
+    return jnp.swapaxes(states, 2, 3).reshape(states.shape[0], -1, s.V, s.K)
 
 
 def _takes_rings(x: Decodes, pool: StatePool) -> bool:
     """Return whether the kernel takes decodes over these rings."""
     s = x.static
     few = pool.shape[0] <= _RING_SLOTS and s.decode_tokens <= pool.replay
-    return few and (x.g.shape[1] > s.HV) == _by_channel(pool) and pool.keys.shape[2:] == (s.H, s.K)
+    return few and x.per_channel == _by_channel(pool) and pool.keys.shape[2:] == (s.H, s.K)
 
 
 def _in_rows(pool: StatePool) -> bool:
@@ -80,15 +112,15 @@ def _ring_bytes(x: Decodes, pool: StatePool) -> int:
     """Return the fast memory that a token of a ring takes."""
     s, size = x.static, pool.keys.dtype.itemsize
     H = s.H if _in_rows(pool) else packed.round_up(s.H, 32 // size)
-    keys = packed.pad_lanes(s.K)
+    keys, values = packed.pad_lanes(s.K), packed.pad_lanes(s.V)
     gates = 4 * s.group * H * keys if _by_channel(pool) else 4 * packed.pad_lanes(s.HV)
-    return size * H * (keys + s.group * s.width) + gates
+    return size * H * (keys + s.group * values) + gates
 
 
 def launches_of(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many launches take the heads, each a part of them; None if the kernel does not take them."""
     s = x.static
-    heads, most = s.H if s.H > 1 else s.HV, 1 if x.weight or pool.replay else _MOST_LAUNCHES
+    heads, most = s.H if s.H > 1 else s.HV, 1 if x.of_layer or pool.replay else _MOST_LAUNCHES
     some = [n for n in range(1, most + 1) if heads % n == 0]
     return next((n for n in some if sequences_a_step(x.of_heads(n, 0) if n > 1 else x, conv, pool, N)), None)
 
@@ -139,7 +171,8 @@ def launch(
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
     if n is None:
         return _launch_in_parts(x, pool, cu_seqlens, slots)
-    grid_steps, rows = -(-N // n), s.HV * s.width
+    x = _of_pool(x, pool)
+    s, grid_steps, rows = x.static, -(-N // n), s.HV * s.V
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
     tables: dict[str, Any] = dict(
         boundaries=cu_seqlens, write=slots.state_indices.reshape(-1), read=slots.read_indices,
@@ -148,6 +181,7 @@ def launch(
         sequences=count(N if slots.num_sequences is None else slots.num_sequences),
     )  # fmt: skip
     fields = {name: y for name, y in pool._asdict().items() if y is not None}
+    fields["states"] = _as_it_lies(pool.states, s)
     # The tokens of a ring become the rows of one matrix, for which XLA moves no data.
     in_rows = ("keys", "writes", *(["gates"] if _by_channel(pool) else [])) if pool.replay and _in_rows(pool) else ()
     fields |= {name: y.reshape(pool.shape[0], -1, y.shape[-1]) for name, y in fields.items() if name in in_rows}
@@ -159,11 +193,11 @@ def launch(
     scratch: dict[str, Any] = dict(table=numbers, side_by_side=(T + 1, x.lanes), rows=(m, x.lanes))
     scratch["outputs"] = T + 1, rows
     if x.weight:
-        scratch["taps"] = x.weight[0].shape[1], sum(y.shape[1] for y in x.x)
+        scratch["taps"] = x.weight[0].shape[1], sum(packed.pad_lanes(y.shape[1]) for y in x.x)
     scratch |= {f"in{j}": buffer(y) for j, y in enumerate(conv)}
     each = (s.decode_tokens,) if s.decode_tokens > 1 else ()
     scratch |= {f"out{j}": buffer(y, *each) for j, y in enumerate(conv)}
-    written, states, scales = each if targets > 1 else (), pool.states[:, : s.HV], pool.scales
+    written, states, scales = each if targets > 1 else (), fields["states"][:, : s.HV], pool.scales
     scratch |= dict(before=buffer(states), after=buffer(states, *written), parts=(s.HV * 8 * m, s.K))
     if scales is not None:
         scales = scales[:, : s.HV]
@@ -191,9 +225,11 @@ def launch(
         in_place={name: name for name in held},
         cost_estimate=_cost(T, N, targets, held, s, x.beta is not None),
     )
-    after = pool._replace(**{name: out[name].reshape(getattr(pool, name).shape) for name in fields})
-    o = out["o"].reshape(T, s.HV, s.width)[:, :, : s.V].reshape(T, -1)
-    return chunking.pad_tokens(o[None], x.x[0].shape[0])[0], tuple(out[f"conv{j}"] for j in range(len(conv))), after
+    o, after = chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0], {name: out[name] for name in fields}
+    if s.transposed:
+        after["states"] = jnp.swapaxes(after["states"].reshape(*pool.shape[:2], pool.shape[3], s.K), 2, 3)
+    after = pool._replace(**{name: y.reshape(getattr(pool, name).shape) for name, y in after.items()})
+    return o, tuple(out[f"conv{j}"] for j in range(len(conv))), after
 
 
 def _launch_in_parts(x: Decodes, pool: StatePool, cu_seqlens: jax.Array, slots: Slots):

@@ -31,9 +31,11 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
       rows: the erase key and the query of every value head, [m, K].
       decays: the decays of the states that they read, [m, 1] or [m, K].
     """
-    m, per_channel = refs.tokens.rows.shape[0], decays[0][1].shape[1] > 1
-    # A float32 state takes the vector unit as long for one token as its parts take the matrix unit for several.
-    on_matrix_unit = (refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1) and not s.loops
+    m, per_channel = refs.tokens.rows.shape[0], s.side_by_side == 1 < decays[0][1].shape[1]
+    # A float32 state takes the vector unit as long for one token as its parts take the matrix unit for several. Of a
+    # transposed one the sums of the vector unit would come out as columns.
+    by_parts = (refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1) and not s.loops
+    on_matrix_unit = by_parts or s.transposed
     if per_channel:
         rows = [[x * decay for x, decay in zip(*pairs, strict=True)] for pairs in zip(rows, decays, strict=True)]
     scores: list[jax.Array] = ABSENT
@@ -50,7 +52,7 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
         _split_rows(refs.work.parts, s, rows)
     # How many value heads have the same rows. The matrix unit takes products in the order of the program: those with
     # states fill the time of those of rings that wait for others.
-    alike = not (per_channel or factors or refs.tokens.p is not None)
+    alike = not (per_channel or factors or s.transposed or refs.tokens.p is not None)
     together = s.group if alike and s.V % packed.LANES == 0 else 1
     for h in range(0, s.HV, together):
         if refs.has_rings and h == s.HV // 2 // together * together:
@@ -69,7 +71,7 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
     for h in range(s.HV):
         first, row = 8 * m * h, tile.row_of(h, s)
         found: list[Any]
-        if on_matrix_unit:
+        if on_matrix_unit and not s.transposed:
             of_part = [refs.work.products[pl.ds(first + j, m, stride=8), :] for j in range(2 * tile.PARTS)]
             found = [sum(of_part[0::2]), sum(of_part[1::2])]
         else:
@@ -117,12 +119,20 @@ def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
         # The rows of a sequence.
         first = tile.row_of(heads[0], s) * m
         some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
-        S = jnp.concatenate([refs.buffers.before[b, place, h] for h in heads], axis=1)
-        y = tile.read_on_matrix_unit(S, jnp.concatenate(some))
+        S = jnp.concatenate([refs.state(b, place, h) for h in heads], axis=1)
+        y = tile.read_on_matrix_unit(S, jnp.concatenate(some), s.transposed)
         for j, h in enumerate(heads):
             for t, row in enumerate(range(place, m, n)):
+                of_token = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
+                if s.transposed:
+                    # A load with a stride takes one register of lanes, and these rows may have more.
+                    for i in range(refs.tokens.beta is None, 2):
+                        at = 8 * m * h + i * m + row
+                        parts = [of_token[k : k + 1] for k in range(i, 2 * tile.PARTS, 2)]
+                        refs.work.products[at : at + 1, :] = functools.reduce(jnp.add, parts)
+                    continue
                 first = 8 * (m * h + row)
-                refs.work.products[first : first + 8, :] = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
+                refs.work.products[first : first + 8, :] = of_token
 
 
 def _split_rows(parts: jax.Ref, s: DecodeStatic, rows) -> None:

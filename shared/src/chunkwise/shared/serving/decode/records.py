@@ -32,8 +32,15 @@ class DecodeStatic(NamedTuple):
       step_size: the factor of the sigmoids of raw step sizes; None if step sizes are final.
       activation: the activation of the convolution.
       first: how many value heads of the pool come before those of the launch.
-      norm_gate: the activation of the gate of the output's norm.
-      eps: added to the mean of the squares in this norm; None for no norm.
+      norm_gate: the activation of the gate of the output.
+      eps: added to the mean of the squares in the norm of the output; None for no norm.
+      norm_heads: how many value heads a norm goes over together.
+      gate_first: whether the gate multiplies the output before the norm, and not after it.
+      dt_limit: the least and the largest of the time steps of Mamba-2, which raw gates then are: a step multiplies the
+        value of its token, and makes its decay; None for other gates.
+      transposed: whether states lie as [V, K].
+      side_by_side: how many value heads are one head for the kernel, in which each of them has its own lanes of values
+        and its own decay.
     """
 
     H: int
@@ -52,6 +59,11 @@ class DecodeStatic(NamedTuple):
     first: int = 0
     norm_gate: str | None = None
     eps: float | None = None
+    norm_heads: int = 1
+    gate_first: bool = False
+    dt_limit: tuple[float, float] | None = None
+    transposed: bool = False
+    side_by_side: int = 1
 
     @property
     def group(self) -> int:
@@ -59,9 +71,9 @@ class DecodeStatic(NamedTuple):
         return self.HV // self.H
 
     @property
-    def width(self) -> int:
-        """The lanes of a value head of a token."""
-        return packed.pad_lanes(self.V)
+    def gates(self) -> int:
+        """How many value heads have a decay of their own."""
+        return self.HV * self.side_by_side
 
     @property
     def loops(self) -> bool:
@@ -80,19 +92,21 @@ class Decodes(NamedTuple):
     Attributes:
       static: the static description.
       x: channels of queries, keys and values before the convolution, in one array [T, channels] or in three.
-      g: decays in nats, or raw gates, [T, HV] or [T, HV K].
+      g: decays in nats, or raw gates, [T, HV] or [T, HV K]; None for the decays `gamma`.
       beta: step sizes, raw or final, [T, HV]; None without the delta rule.
       z: gates of the output [T, HV V], or None.
       weight, bias: weights and biases of the convolution, [channels, W] and [channels] for every array of x; empty if
         there are none.
       A_log, dt_bias: the arrays of the law, [HV], and [HV] or [HV, K]; None for zeros.
-      norm: the weight of the norm, [V], or None.
+      norm: the weight of the norm, [V] for all heads or [HV V], or None.
       p: erase keys [T, HV K], which the kernel does not scale to unit length; None for k.
+      gamma: decays in nats [HV] that are the same for all tokens, or None.
+      skip: [HV], how much of its value a token has in its output, or None.
     """
 
     static: DecodeStatic
     x: tuple[jax.Array, ...]
-    g: jax.Array
+    g: jax.Array | None
     beta: jax.Array | None = None
     z: jax.Array | None = None
     weight: tuple[jax.Array, ...] = ()
@@ -101,6 +115,18 @@ class Decodes(NamedTuple):
     dt_bias: jax.Array | None = None
     norm: jax.Array | None = None
     p: jax.Array | None = None
+    gamma: jax.Array | None = None
+    skip: jax.Array | None = None
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether it is a layer between its projections, and not an operator alone."""
+        return self.weight != () or self.z is not None
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether gates are per channel of the key."""
+        return self.g is not None and self.g.shape[1] > self.static.HV
 
     @property
     def tokens(self) -> dict[str, jax.Array]:
@@ -115,9 +141,9 @@ class Decodes(NamedTuple):
         H = s.H // parts if s.H > 1 else 1
         cut = lambda y, heads: y if heads == 1 < parts else jnp.split(y, parts, axis=1)[i]
         q, k, v = (cut(y, heads) for y, heads in zip(self.x, (s.H, s.H, s.HV), strict=True))
-        beta, p = (None if y is None else cut(y, s.HV) for y in (self.beta, self.p))
+        g, beta, p = (None if y is None else cut(y, s.HV) for y in (self.g, self.beta, self.p))
         static = s._replace(H=H, HV=s.HV // parts, first=i * s.HV // parts)
-        return self._replace(static=static, x=(q, k, v), g=cut(self.g, s.HV), beta=beta, p=p)
+        return self._replace(static=static, x=(q, k, v), g=g, beta=beta, p=p)
 
     @property
     def lanes(self) -> int:
@@ -127,8 +153,9 @@ class Decodes(NamedTuple):
     @property
     def constants(self) -> dict[str, jax.Array]:
         """The arrays that all tokens share, by the names of their Refs: rows, except weights of convolutions."""
-        rows = {f"b{j}": y for j, y in enumerate(self.bias)} | {"norm": self.norm}
-        if self.static.law is not None:
+        rows = {f"b{j}": y for j, y in enumerate(self.bias)}
+        rows |= {"norm": self.norm, "gamma": self.gamma, "skip": self.skip}
+        if self.static.law is not None or self.static.dt_limit is not None:
             zeros = lambda size: jnp.zeros(size, jnp.float32)
             rows["A_log"] = zeros(self.static.HV) if self.A_log is None else self.A_log
             rows["dt_bias"] = zeros(self.g.shape[1]) if self.dt_bias is None else self.dt_bias
@@ -159,14 +186,8 @@ def static_of_rule(name: str, W: int, single: bool, x: Arguments, options: Optio
 def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
     """Return the decodes of an operator alone, from prepared arguments."""
 
-    def row(y: jax.Array | None, by_channel=True) -> Any:
-        """Return the heads of every token side by side, each in whole registers if they have channels."""
-        if y is None:
-            return None
-        if by_channel:
-            y = jnp.pad(y, ((0, 0),) * 3 + ((0, packed.pad_lanes(y.shape[3]) - y.shape[3]),))
-        return y.reshape(-1, y[0, 0].size)
+    def row(y: jax.Array | None) -> Any:
+        """Return the heads of every token side by side."""
+        return None if y is None else y.reshape(-1, y[0, 0].size)
 
-    return Decodes(
-        static, tuple(map(row, (x.q, x.k, x.v))), row(x.g, x.g.ndim == 4), row(x.beta, by_channel=False), p=row(x.p)
-    )
+    return Decodes(static, tuple(map(row, (x.q, x.k, x.v))), row(x.g), row(x.beta), p=row(x.p))

@@ -96,7 +96,8 @@ class BufferRefs(NamedTuple):
     Attributes:
       conv_in: buffers of slots of the convolutions, [2, n, W - 1, channels] each; conv_out: the same, or for decodes of
         several tokens [2, n, tokens, W - 1, channels].
-      before, scale_in: the states and scales that are read, [2, n, ...].
+      before, scale_in: the states and scales that are read, [2, n, ...]; where states lie transposed, those of heads
+        that lie side by side are one matrix.
       after, scale_out: the states and scales that are written, [2, n, ...], or [2, n, targets, ...] if a sequence
         writes several states.
       ring_key, ring_write, ring_gate: buffers of rings, [2, n, ...].
@@ -141,7 +142,8 @@ class WorkRefs(NamedTuple):
       made: float32 [m, HV V], the values that the tokens write.
       between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
       w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
-      A_log, dt_bias, norm: [1, lanes], the arrays of the law and the weight of the norm.
+      A_log, dt_bias, norm, gamma, skip: [1, lanes], the arrays of the law, the weight of the norm, constant decays and
+        the shares of values in outputs.
     """
 
     taps: jax.Ref
@@ -159,6 +161,8 @@ class WorkRefs(NamedTuple):
     A_log: jax.Ref
     dt_bias: jax.Ref
     norm: jax.Ref
+    gamma: jax.Ref
+    skip: jax.Ref
     b: tuple[jax.Ref, ...]
 
 

@@ -7,13 +7,14 @@ No operation mixes rows of different sequences, so NaN and infinity in one seque
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from chunkwise.shared.kernels import activations, tiles
+from chunkwise.shared.kernels import activations, gate_activation, matmul, tiles
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode.records import DecodeStatic
 
@@ -32,6 +33,24 @@ def convolve(taps: list[jax.Array], weight: jax.Array, bias: jax.Array | None, s
 def gate(g: jax.Array, A_log: Any, dt_bias: Any, s: DecodeStatic) -> jax.Array:
     """Return gates [n, lanes] as decays in nats; with a law, which takes A_log and dt_bias, the gates are raw."""
     return g if s.law is None else s.law.decay(g, *s.law.in_range(A_log, dt_bias))
+
+
+def time_steps(raw: jax.Array, dt_bias: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return the time steps of Mamba-2 of raw steps [n, HV]."""
+    assert s.dt_limit is not None
+    least, most = s.dt_limit
+    steps = gate_activation.softplus(raw + dt_bias)
+    # A softplus is never below 0, so the default limits need no operation.
+    steps = steps if least <= 0 else jnp.maximum(steps, jnp.float32(least))
+    return steps if most == math.inf else jnp.minimum(steps, jnp.float32(most))
+
+
+def over_lanes(x: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return a number for each of the value heads that lie side by side, [n, heads], in all lanes of its head."""
+    if x.shape[1] == 1:
+        return x
+    size = (len(x), s.V // s.side_by_side)
+    return jnp.concatenate([jnp.broadcast_to(x[:, j : j + 1], size) for j in range(s.side_by_side)], axis=1)
 
 
 def step_size(beta: jax.Array, s: DecodeStatic) -> jax.Array:
@@ -63,7 +82,7 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
 
     Args:
       q, k, v: queries, keys and values of the head.
-      g: its gates in nats, [rows, 1] or [rows, K].
+      g: its gates in nats, [rows, 1] or [rows, K], or where value heads lie side by side [rows, V].
       beta: step sizes [rows, 1], or None without the delta rule.
       erase: erase keys, which may be k.
       S_e, S_q: the values that erase keys and queries read from the state before the tokens of the decode, with all
@@ -79,11 +98,14 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
             if u < t - 1:
                 earlier = g[u + 1] if earlier is None else earlier + g[u + 1]
             since = g[u + 1] if since is None else since + g[u + 1]
-            key = erased = jnp.exp(since) * k[u]
-            if s.erase_before_decay:
-                erased = k[u] if earlier is None else jnp.exp(earlier) * k[u]
-            for j, (x, y) in enumerate(((erase[t], erased), (q[t], key))):
-                found[j] = found[j] + jnp.sum(x * y, axis=1, keepdims=True) * written[u]
+            until = earlier if s.erase_before_decay else since
+            for j, (x, nats) in enumerate(((erase[t], until), (q[t], since))):
+                key, value = k[u], written[u]
+                if nats is not None and s.side_by_side > 1:
+                    value = jnp.exp(nats) * value
+                elif nats is not None:
+                    key = jnp.exp(nats) * key
+                found[j] = found[j] + jnp.sum(x * key, axis=1, keepdims=True) * value
         new = v[t] if beta is None else by_token(beta, s)[t] * (v[t] - found[0])
         written.append(new)
         # The state after the token is read without it: o = a S^T q + (k . q) new.
@@ -91,10 +113,15 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
     return jnp.concatenate(written), jnp.concatenate(outputs)
 
 
-def norm_head(o: jax.Array, z: jax.Array, weight: jax.Array, s: DecodeStatic) -> jax.Array:
-    """Return the norm of a head of the output [n, V] times the activation of its gate."""
+def norm_heads(o: jax.Array, z: jax.Array, weight: jax.Array | None, s: DecodeStatic) -> jax.Array:
+    """Return the norm of the heads of an output [n, lanes] that have one norm, gated; without a weight only gated."""
+    gate = activations.activate(z, s.norm_gate)
+    if weight is None:
+        return o * gate
+    o = o * gate if s.gate_first else o
     mean = jnp.mean(o * o, axis=1, keepdims=True)
-    return weight * (o * lax.rsqrt(mean + jnp.float32(s.eps))) * activations.activate(z, s.norm_gate)
+    y = weight * (o * lax.rsqrt(mean + jnp.float32(s.eps)))
+    return y if s.gate_first else y * gate
 
 
 def row_of(h: int, s: DecodeStatic) -> int:
@@ -119,12 +146,12 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
     return [*found, x]
 
 
-def read_on_matrix_unit(S: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return rows [8, K] of bfloat16 numbers times a state [K, V], float32 [8, V]."""
+def read_on_matrix_unit(S: jax.Array, rows: jax.Array, transposed: bool = False) -> jax.Array:
+    """Return rows [8, K] of bfloat16 numbers times a state [K, V], or [V, K] if `transposed`, float32 [8, V]."""
     parts = exact_parts(S) if S.dtype == jnp.float32 else [S]
     products = [
         lax.dot_general(
-            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (0,)), ((), ())),
+            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (int(transposed),)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         for x in parts
@@ -137,15 +164,44 @@ def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.sum(S * tiles.to_column(row[None])[0], axis=0, keepdims=True)
 
 
-def next_state(S: jax.Array, decay: jax.Array, key_column: jax.Array, new: jax.Array) -> jax.Array:
-    """Return diag(decay) S + k n^T in float32, for a decay [1, 1] or [1, K], a key as a column, and n [1, V]."""
-    decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
-    return decay * S + key_column * new
+def next_state(S: jax.Array, decay: jax.Array, key: jax.Array, new: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return diag(decay) S + k n^T in float32.
+
+    Args:
+      S: the state [K, V], or [V, K] if states lie transposed.
+      decay: [1, 1] or [1, K], or [1, heads] where value heads lie side by side.
+      key: [K, 1], or [1, K] if states lie transposed.
+      new: [1, V].
+      s: the static description.
+    """
+    if not s.transposed:
+        decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
+        return decay * S + key * new
+    if s.side_by_side > 1:
+        size = s.V // s.side_by_side
+        S = jnp.concatenate([decay[:, j : j + 1] * S[j * size : (j + 1) * size] for j in range(s.side_by_side)])
+    else:
+        S = decay * S
+    return S + _outer(new, key)
 
 
-def stored(state: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Return a float32 state [K, V] in the type of a pool, and its scales [1, K], None unless it is int8."""
+def _outer(column: jax.Array, row: jax.Array) -> jax.Array:
+    """Return the product of two rows [1, V] and [1, K], the first one as a column, [V, K], exact as float32 is.
+
+    The matrix unit multiplies every part of one by every part of the other, which lie in rows.
+    """
+    spread = lambda parts, place: functools.reduce(
+        lambda rest, j: jnp.where(place == jnp.int32(j), parts[j], rest), range(PARTS), jnp.float32(0.0)
+    )
+    index = lambda x: lax.broadcasted_iota(jnp.int32, (16, x.shape[1]), 0)
+    left = spread(exact_parts(column), lax.div(index(column), jnp.int32(PARTS)))
+    right = spread(exact_parts(row), lax.rem(index(row), jnp.int32(PARTS)))
+    return matmul.dot_tn(left.astype(jnp.bfloat16)[None], right.astype(jnp.bfloat16)[None])[0]
+
+
+def stored(state: jax.Array, dtype, transposed: bool = False) -> tuple[jax.Array, jax.Array | None]:
+    """Return a float32 state in the type of a pool, and its scales [1, K], None unless it is int8."""
     if dtype != jnp.int8:
         return state.astype(dtype), None
-    state, scales = state_pool.quantize(state)
-    return state.astype(dtype), tiles.to_row(scales[None])[0]
+    state, scales = state_pool.quantize(state, -2 if transposed else -1)
+    return state.astype(dtype), scales if transposed else tiles.to_row(scales[None])[0]
