@@ -4,27 +4,7 @@ import json
 
 from benchmarks import calibrate
 from benchmarks.figures import tables
-from chunkwise.command import report, times
-from chunkwise.shared.chips import CHIPS
-
-
-@tables.block
-def report_fields() -> str:
-    """The fields of a report, out of its schema."""
-    lines = []
-
-    def walk(schema: dict, prefix: str) -> None:
-        for name, value in schema["properties"].items():
-            kinds = value.get("type", "integer" if "const" in value else "string")
-            kind = kinds if isinstance(kinds, str) else " or ".join(kinds)
-            if text := value.get("description"):
-                lines.append({"field": f"`{prefix}{name}`", "type": kind, "what it says": text})
-            inner = value.get("items", value)
-            if "properties" in inner:
-                walk(inner, f"{prefix}{name}{'[]' if 'items' in value else ''}.")
-
-    walk(report.read_schema(), "")
-    return tables.table(lines, {name: name for name in lines[0]})
+from chunkwise.command import times
 
 
 @tables.block
@@ -79,31 +59,6 @@ def calibration_fit() -> str:
         f"and the root of the mean square error is {100 * times.SPREAD:.1f} %.\n"
         f"A fit without the rows of a library predicts {' and '.join(apart)}."
     )
-
-
-@tables.block
-def calibration_rows() -> str:
-    """Published times of peers beside the formula."""
-
-    def ms(row):
-        on_device = times.device_ms(
-            CHIPS[row["chip"]], [times.Launch(row["bundles"], row["grid_steps"])], row["around_cycles"]
-        )
-        return times.CALL_MS * row["blocking"] + on_device
-
-    columns = {
-        "kernels, heads, tokens": lambda row: f"{calibrate.library(row)}, {row['case']}",
-        "chip": "chip",
-        "pass": tables.way,
-        **{name: tables.count(key) for name, key in tables.COUNTS.items()},
-        "published, ms": tables.fixed("published_ms"),
-        "formula, ms": lambda row: tables.decimals(ms(row)),
-        "formula / published": lambda row: (
-            f"{tables.decimals(ms(row) / row['published_ms'])}{'' if row['fitted'] else ', not in the fit'}"
-        ),
-    }
-    inside, outside = points()
-    return tables.table([*inside, *outside], columns)
 
 
 @tables.block
@@ -163,17 +118,6 @@ def host_functions() -> str:
     cell = lambda who: lambda row: ", ".join(forms[key].format(value) for key, value in row[who].items())
     columns = {"host": "host", "what": "what", "theirs": cell("theirs"), "ours": cell("ours")}
     return tables.table(tables.rows_of("host-functions"), columns)
-
-
-@tables.block
-def jla() -> str:
-    """The launches of operators by the kernels of jax-linear-attention, as compiled for an H100."""
-    columns = {
-        "operator": lambda row: f"`chunk_{row['operator']}`",
-        "forward": tables.count("launches"),
-        "forward and backward": tables.count("launches_with_backward"),
-    }
-    return tables.table((row for row in tables.rows_of("hosts") if "launches" in row), columns)
 
 
 @tables.block

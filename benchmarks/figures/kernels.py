@@ -2,10 +2,8 @@
 
 import functools
 
-from benchmarks import decode_mixer
 from benchmarks.cases import CASES
 from benchmarks.figures import tables
-from benchmarks.figures.serving import MIXTURES
 from chunkwise.command import times
 from chunkwise.shared.chips import CHIPS
 
@@ -32,13 +30,8 @@ def beside_tokamax() -> list[dict]:
 def tpu_kda() -> str:
     """Kimi-Linear's layer by our kernel and by tokamax's, with the same compiler."""
     both = ("ours", "tokamax")
-    counts = {name: tables.beside(both, tables.count(key)) for name, key in tables.COUNTS.items()}
-    columns = {
-        "T": tables.of("ours", tables.count("T")),
-        "chip": tables.of("ours", "chip"),
-        "bundles, ours / tokamax": counts.pop("bundles"),
-    }
-    columns |= counts | {f"{name}, ms": tables.of(name, tables.fixed("estimate_ms")) for name in both}
+    columns = {"T": tables.of("ours", tables.count("T")), "chip": tables.of("ours", "chip")}
+    columns |= {f"{name}, ms": tables.of(name, tables.fixed("estimate_ms")) for name in both}
     columns |= {"ratio": tables.ratio("tokamax", "ours", "estimate_ms")}
     return tables.table(
         beside_tokamax(), columns | {"temporaries, MiB": tables.beside(both, tables.memory("temporaries_mib"))}
@@ -66,12 +59,9 @@ def tpu_layers() -> str:
         return lambda row: " or ".join(tables.decimals(x["estimate_ms"]) for x in found(row)) or tables.NONE
 
     columns = {"layer": lambda row: MODELS[row["case"]]} | {f"{chip}, ms": ms(chip, "forward") for chip in CHIPS}
-    columns |= {
-        "v6e, both directions, ms": ms("v6e", "forward+backward"),
-        "bundles, v6e": tables.beside(tables.PASSES, tables.count("bundles")),
-        "grid steps": tables.beside(tables.PASSES, tables.count("grid_steps")),
-        "temporaries, MiB": tables.beside(tables.PASSES, tables.memory("temporaries_mib")),
-    }
+    columns |= {"v6e, both directions, ms": ms("v6e", "forward+backward")}
+    columns |= {"floors, v6e, ms": tables.beside(tables.PASSES, tables.fixed("floor_ms"))}
+    columns |= {"temporaries, MiB": tables.beside(tables.PASSES, tables.memory("temporaries_mib"))}
     return tables.table(lines, columns)
 
 
@@ -155,27 +145,6 @@ def cost_composition() -> str:
 
 
 @tables.block
-def tpu_mixers() -> str:
-    """Whole mixers: convolutions, gates, operator and norm."""
-    rows = tables.rows_of("tpu-mixer") + tables.rows_of("tpu-mixer-8192")
-    names = {"mixer-qwen3-next": "Qwen3-Next", "mixer-kimi-linear": "Kimi-Linear"}
-    lines = [{"case": case, "T": T} for case in names for T in tables.values(tables.select(rows, case=case), "T")]
-
-    def counted(row):
-        both = (
-            f"{tables.whole(row['kernel_cycles'])} + {tables.whole(row['around_cycles'])}"
-            if tables.cycles(row)
-            else "no cycles"
-        )
-        return f"{both}; {tables.mebibytes(row['temporaries_mib'])}"
-
-    cell = lambda name: lambda row: next(map(counted, tables.select(rows, **row, implementation=name)), tables.NONE)
-    columns = {"mixer": lambda row: names[row["case"]], "T": tables.count("T"), "our kernels": cell("fused")}
-    columns |= {"our operator, XLA's convolutions and norm": cell("mixed"), "tokamax": cell("tokamax")}
-    return tables.table(lines, columns)
-
-
-@tables.block
 def tpu_block() -> str:
     """A whole block of Qwen3.5-9B."""
     counted = tables.rows_of("tpu-block-kernels")
@@ -187,8 +156,6 @@ def tpu_block() -> str:
     columns = {
         "chip": "chip",
         "pass": tables.way,
-        "XLA's operations, cycles": tables.count("operations_cycles"),
-        "kernels, cycles": least(tables.count("kernel_cycles")),
         "kernels' share": lambda row: tables.percent(row["kernel_cycles"] / sum(parts(row))),
         "together, ms": least(lambda row: tables.decimals(together(row), 1)),
         "temporaries, MiB": tables.memory("temporaries_mib"),
@@ -198,34 +165,14 @@ def tpu_block() -> str:
 
 @tables.block
 def compile_times() -> str:
-    """The processor time of the TPU compiler for layers, beside the time for tokamax's."""
-    names = MODELS | {"mixer-qwen3-next": "Qwen3-Next's whole mixer", "mixer-kimi-linear": "Kimi-Linear's whole mixer"}
-    rows = tables.rows_of("compile-v6e")
-
-    def seconds(way):
-        found = lambda case: [x for x in rows if (x["case"], x["way"]) == (case, way)]
-        return lambda row: "; ".join(tables.whole(x["compile_cpu_s"]) for x in found(row["case"])) or tables.NONE
-
-    columns = {"program, v6e": lambda row: names[row["case"]], "forward, s; tokamax's": seconds("forward")}
-    columns |= {"both directions, s; tokamax's": seconds("forward+backward")}
-    return tables.table(
-        [{"case": case} for case in dict.fromkeys(x["case"] for x in rows if x["way"] in tables.PASSES)], columns
+    """The processor time of the TPU compiler for layers and for serving steps."""
+    rows = tables.select(tables.rows_of("compile-v6e"), implementation="fused")
+    seconds = lambda found: " to ".join(tables.whole(at(x["compile_cpu_s"] for x in found)) for at in (min, max))
+    forward, both = ([x for x in rows if x["way"] == way] for way in tables.PASSES)
+    return (
+        f"For v6e it takes {seconds(forward)} s of a processor forward, {seconds(both)} s in both directions, and\n"
+        f"{seconds([x for x in rows if x['way'] not in tables.PASSES])} s for a step with both branches."
     )
-
-
-@tables.block
-def compile_steps() -> str:
-    """The processor time of the TPU compiler for serving steps."""
-    rows = tables.rows_of("compile-v6e")
-
-    def program(row):
-        if row["way"] in MIXTURES:
-            return f"operator of Qwen3-Next, {MIXTURES[row['way']]}"
-        case = decode_mixer.MIXERS[row["case"]]
-        return f"whole mixer of decodes or prefills: {tables.TITLES[case.operator]}, {case.H} / {case.HV} heads"
-
-    lines = [x for x in rows if x["way"] not in tables.PASSES]
-    return tables.table(lines, {"serving step, v6e": program, "s": tables.count("compile_cpu_s")})
 
 
 @tables.block

@@ -223,19 +223,19 @@ def production_cases() -> str:
 
 @tables.block
 def gpu() -> str:
-    """The launches of programs on an H100, and their temporaries."""
+    """The launches of programs on an H100."""
+    rows = tables.rows_of("gpu-h100")
+    ways = [*tables.PASSES, "decode", "serving step"]
+    titles = ("forward", "forward and backward", "a token of 64 sequences", "a serving step of 64 decodes")
 
-    def program(row):
-        tokens = {"decode": "a token of 64 sequences", "serving step": "a serving step of 64 decodes"}
-        return tokens.get(row["pass"]) or f"{tables.way(row)}, T = {tables.whole(row['T'])}"
+    def launches(way):
+        T = 8192 if way in tables.PASSES else 64
+        found = lambda row: tables.select(rows, operator=row["operator"], HV=32, way=way, T=T)
+        return lambda row: next((tables.whole(x["launches"]) for x in found(row)), tables.NONE)
 
-    columns = {
-        "operator": lambda row: tables.title(row) + ("" if row["HV"] == 32 else f", {row['HV']} heads"),
-        "program": program,
-        "launches": tables.count("launches"),
-        "temporaries, MiB": tables.count("temporaries_mib"),
-    }
-    return tables.table(tables.rows_of("gpu-h100"), columns)
+    columns = {"launches, T = 8,192, 32 value heads": tables.title}
+    columns |= {title: launches(way) for way, title in zip(ways, titles, strict=True)}
+    return tables.table([{"operator": name} for name in tables.values(rows, "operator")], columns)
 
 
 def of_layer(row: dict) -> str:
@@ -263,9 +263,8 @@ def gpu_times() -> str:
 @tables.block
 def gpu_steps() -> str:
     """Times of serving steps on an H100."""
-    columns = {
-        "operator": of_layer,
-        "decodes": lambda row: tables.whole(MIXTURES[row["mixture"]].decodes),
-        '"xla", ms': tables.fixed("median_ms"),
-    }
-    return tables.table(tables.rows_of("step-h100"), columns)
+    steps = [
+        f"{tables.decimals(row['median_ms'])} ms for {of_layer(row)} with {MIXTURES[row['mixture']].decodes} decodes"
+        for row in tables.rows_of("step-h100")
+    ]
+    return f"A serving step over a float32 pool that is donated takes {' and '.join(steps)}."
