@@ -189,53 +189,36 @@ def remat() -> str:
         ),
         "inputs alone": ("`jax.checkpoint` that keeps inputs alone", "all"),
     }
-    counted = tables.rows_of("remat-v6e-cycles")
     known = lambda key: lambda row: tables.whole(row.get(key))
-    of_cycles = lambda key: (
-        lambda row: next((tables.whole(x[key]) for x in tables.select(counted, policy=row["policy"])), tables.NONE)
-    )
     columns = {
         "the layer under": lambda row: names[row["policy"]][0],
-        "keeps on the device, bytes a token": known("kept_bytes_a_token"),
+        "keeps, bytes a token": known("kept_bytes_a_token"),
         "on the host": known("kept_on_host_bytes_a_token"),
-        "grows by, bytes a token": known("grown_bytes_a_token"),
+        "grows by": known("grown_bytes_a_token"),
         "repeats": lambda row: names[row["policy"]][1],
-        "XLA's operations, cycles": of_cycles("operations_cycles"),
-        "kernels, cycles": of_cycles("kernel_cycles"),
     }
     return tables.table(tables.rows_of("remat-v6e"), columns)
 
 
 @tables.block
 def recompute() -> str:
-    """The gradients of the gated delta rule where the states are made again, and where they are kept."""
-    both = {"made again": "", "kept": "-kept"}
-    names = ("qwen3-next-80b", "qwen3.5-397b-tp8", "qwen3-next-80b-tp8")
-    lines = [{name: layer_of(case + end, "forward+backward") for name, end in both.items()} for case in names]
-    heads = {case: f"{x.H} / {x.HV}" for case, x in CASES.items() if case in names}
-    columns = {"H / HV": lambda row: heads[row["made again"]["case"]]}
-    keys = {
-        "bundles": tables.count("bundles"),
-        "grid steps": tables.count("grid_steps"),
-        "ms": tables.fixed("estimate_ms"),
-    }
-    return tables.table(
-        lines, columns | {f"{key}, made again / kept": tables.beside(both, show) for key, show in keys.items()}
-    )
+    """The time of gradients of the gated delta rule where the states are made again, and where they are kept."""
+    names, forms = ("qwen3-next-80b", "qwen3.5-397b-tp8", "qwen3-next-80b-tp8"), {"made again": "", "kept": "-kept"}
+    columns = {"H / HV": lambda row: f"{CASES[row['case']].H} / {CASES[row['case']].HV}"}
+    for form, end in forms.items():
+        ms = lambda row, end=end: tables.decimals(layer_of(row["case"] + end, "forward+backward")["estimate_ms"])
+        columns |= {f"{form}, ms": ms}
+    return tables.table([{"case": case} for case in names], columns)
 
 
 @tables.block
 def packed() -> str:
-    """A packed batch with states beside one sequence."""
-    rows, ways = tables.rows_of("packed-v6e"), ("forward_bundles", "bundles")
-    forms = ("16 sequences", "one packed", "one, not packed")
-    lines = [{x: tables.only(rows, operator=name, form=x) for x in forms} for name in tables.TITLES]
-    bundles = lambda name: lambda row: " / ".join(tables.whole(row[name][key]) for key in ways)
-    over = lambda name: lambda row: " / ".join(tables.ratio(forms[0], name, key)(row) for key in ways)
-    columns = {"bundles": tables.of(forms[0], tables.title), forms[0]: bundles(forms[0])}
-    for name in forms[1:]:
-        columns |= {name: bundles(name), f"16 sequences over {name}": over(name)}
-    return tables.table(lines, columns)
+    """A packed batch of 16 sequences with states beside one sequence."""
+    rows, ways = tables.rows_of("packed-v6e"), {"forward": "forward_bundles", "both directions": "bundles"}
+    many, one = "16 sequences", "one, not packed"
+    lines = [{x: tables.only(rows, operator=name, form=x) for x in (many, one)} for name in tables.TITLES]
+    columns = {"16 sequences over one, v6e": tables.of(many, tables.title)}
+    return tables.table(lines, columns | {way: tables.ratio(many, one, key) for way, key in ways.items()})
 
 
 @tables.block
@@ -269,22 +252,6 @@ def jaxbench() -> str:
         reference, ours = ms(row["reference"]), ms(row["ours"])
         return tables.NONE if reference is None or ours is None else tables.decimals(reference / ours, 1)
 
-    both = ("reference", "ours")
-    temporaries = lambda row: tables.NONE if "failed" in row else tables.whole(row["temporaries_mib"])
     columns = {"task": tables.of("ours", "task"), "chip": tables.of("ours", "chip")}
-    columns |= {name: tables.of("ours", tables.count(key)) for name, key in tables.COUNTS.items()}
-    columns |= {f"{name}, ms": tables.of(name, lambda row: tables.decimals(ms(row))) for name in both}
-    return tables.table(
-        lines, columns | {"ratio": faster, "temporaries, reference / ours, MiB": tables.beside(both, temporaries)}
-    )
-
-
-@tables.block
-def jaxbench_checks() -> str:
-    """The results of JAXBench's check of our files."""
-    columns = {
-        "task": "task",
-        "correct": lambda row: "yes" if row["correct"] else "no",
-        "largest difference": lambda row: f"{row['max_diff']:.1g}",
-    }
-    return tables.table(tables.select(tables.rows_of("jaxbench"), program="check"), columns)
+    columns |= {f"{name}, ms": tables.of(name, lambda row: tables.decimals(ms(row))) for name in ("reference", "ours")}
+    return tables.table(lines, columns | {"ratio": faster})
