@@ -111,7 +111,8 @@ def cost_two_keys() -> str:
     ]
     columns = {"operator, T = 8,192": lambda row: names[row["fused"]["case"]], "pass": tables.of("fused", tables.way)}
     columns |= {"ms": tables.of("fused", tables.fixed("estimate_ms"))}
-    return tables.table(lines, columns | {"deltanet-tpu, ms": tables.of("deltanet-tpu", tables.fixed("estimate_ms", 1))})
+    columns |= {"deltanet-tpu, ms": tables.of("deltanet-tpu", tables.fixed("estimate_ms", 1))}
+    return tables.table(lines, columns)
 
 
 @tables.block
@@ -120,21 +121,19 @@ def cost_composition() -> str:
     rows = tables.rows_of("tpu-composition")
     names = {
         "gdn-32": "gated delta rule", "delta-product-2": "Gated DeltaProduct, n = 2", "kimi-linear-48b": "KDA",
-        "dplr": "DPLR", "kda-64x64": "KDA, 64 heads of 64", "rwkv7": "RWKV-7, 64 heads of 64",
-        "simple-gla-xlstm-7b": "simple GLA, 8 heads, K = 256, V = 512", "xlstm-7b": "mLSTM, the same, xLSTM-7B",
+        "dplr": "DPLR", "kda-64x64": "KDA of the same sizes", "rwkv7": "RWKV-7, 64 heads of 64",
+        "simple-gla-xlstm-7b": "simple GLA of the same sizes", "xlstm-7b": "mLSTM, 8 heads, K = 256, V = 512",
     }  # fmt: skip
-    lines = [tables.only(rows, case=case, implementation="fused", way=way) for way in tables.PASSES for case in names]
-    # Every second one runs the kernels of the one above it.
-    for above, row in zip(lines[::2], lines[1::2], strict=True):
-        row["times"] = row["estimate_ms"] / above["estimate_ms"]
-    columns = {
-        "operator": lambda row: names[row["case"]], "T": tables.count("T"), "pass": "pass",
-        "bundles of kernels": tables.count("bundles"), "cycles around them": tables.count("around_cycles"),
-        "estimate, ms": tables.fixed("estimate_ms"),
-        "times the row above": lambda row: tables.decimals(row.get("times")),
-        "temporaries, MiB": tables.memory("temporaries_mib"),
-    }  # fmt: skip
-    return tables.table(lines, columns)
+    row = lambda case, way: tables.only(rows, case=case, implementation="fused", way=way)
+
+    def cell(way):
+        both = lambda line: [row(case, way)["estimate_ms"] for case in reversed(line)]
+        return lambda line: " / ".join(tables.decimals(ms) for ms in both(line))
+
+    # Every second one runs the kernels of the one before it.
+    lines = [*zip(list(names)[::2], list(names)[1::2], strict=True)]
+    columns = {"operator, and what it runs": lambda line: f"{names[line[1]]}; {names[line[0]]}"}
+    return tables.table(lines, columns | {f"{title}, ms": cell(way) for way, title in tables.PASSES.items()})
 
 
 @tables.block

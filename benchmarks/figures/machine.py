@@ -79,23 +79,6 @@ def cpu_tokens() -> str:
 
 
 @tables.block
-def cpu_composition() -> str:
-    """Operators by composition in plain JAX, beside the plain forms of others: processor time, and its ratios."""
-    rows, peers = tables.rows_of("cpu-composition"), ("jax-linear-attention", "mlstm_kernels")
-    names = {"delta-product-2": "Gated DeltaProduct, n = 2", "dplr": "DPLR", "xlstm-7b": "mLSTM"}
-    one = lambda case, way: {x["implementation"]: x for x in tables.select(rows, case=case, way=way)}
-    ms = lambda row: f"{tables.whole(row['cpu_ms'])} ms"
-
-    def beside_ours(name):
-        ratio = tables.ratio(name, "xla", "cpu_ms", 1)
-        return lambda line: f"{ms(line[name])}; {ratio(line)}" if name in line else tables.NONE
-
-    columns = {"operator": tables.of("xla", lambda row: names[row["case"]]), "pass": tables.of("xla", tables.way)}
-    columns |= {'"xla"': tables.of("xla", ms)} | {f"{name}; ratio": beside_ours(name) for name in peers}
-    return tables.table([line for way in tables.PASSES for case in names if (line := one(case, way))], columns)
-
-
-@tables.block
 def chunk_sizes() -> str:
     """The sizes that `chunk_size=None` takes, and processor time of plain JAX against the size."""
     rows = tables.rows_of("chunk-sizes-cpu")
