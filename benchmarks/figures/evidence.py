@@ -84,15 +84,6 @@ def hosts_training() -> str:
 
 
 @tables.block
-def host_functions() -> str:
-    """The times and temporaries of functions of hosts on a CPU, and of ours in their place."""
-    forms = {"ms": "{:,.0f} ms", "mib": "{:,.3g} MiB"}
-    cell = lambda who: lambda row: ", ".join(forms[key].format(value) for key, value in row[who].items())
-    columns = {"host": "host", "what": "what", "theirs": cell("theirs"), "ours": cell("ours")}
-    return tables.table((row for row in tables.rows_of("host-functions") if "ms" in row["ours"]), columns)
-
-
-@tables.block
 def hosts_bundles() -> str:
     """The bundles of a decode of tpu-inference's kernel, and of ours."""
     rows = [row for row in tables.rows_of("hosts") if "bundles" in row]
@@ -112,6 +103,5 @@ def suites() -> str:
     columns = {
         "project": lambda row: f"{row['host']} {row['version']}",
         "pass": lambda row: f"{tables.whole(row['passed'])} of {tables.whole(row['tests'])}",
-        "what runs": "what",
     }
     return tables.table([*tables.select(tables.rows_of("hosts"), run="its tests"), *tables.rows_of("suites")], columns)

@@ -1,7 +1,5 @@
 """Figures that were measured on a machine: times and memory of a CPU, launches of a GPU, and errors."""
 
-import functools
-
 from benchmarks import production
 from benchmarks.cases import CASES
 from benchmarks.figures import tables
@@ -11,21 +9,16 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.call.checks import choose_chunk_size
 
 
-def _beside_torch(times_of: dict[str, str]) -> str:
-    """Both directions on one device and on two, beside torch, by the clock or also by processors together."""
+@tables.block
+def cpu() -> str:
+    """Both directions on one device and on two, beside torch."""
     rows = tables.rows_of("cpu-gdn-16")
     of_peer = lambda x: tables.only(rows, implementation="transformers", devices=x["devices"], way=x["pass"])
     pairs = [{"ours": x, "torch": of_peer(x)} for x in tables.select(rows, implementation="xla")]
+    time = lambda row: f"{tables.whole(row['median_ms'])} ms"
     columns = {"pass": tables.of("ours", tables.way), "devices": tables.of("ours", "devices")}
-    for key, name in times_of.items():
-        time = lambda row, key=key: f"{tables.whole(row[key])} ms"
-        columns |= {f'"xla"{name}': tables.of("ours", time), f"torch{name}": tables.of("torch", time)}
-        columns |= {f"ratio{name}": tables.ratio("torch", "ours", key, 1)}
-    return tables.table(pairs, columns)
-
-
-tables.BLOCKS["cpu"] = functools.partial(_beside_torch, {"median_ms": ""})
-tables.BLOCKS["cpu-both"] = functools.partial(_beside_torch, {"median_ms": "", "cpu_ms": ", processor"})
+    columns |= {'"xla"': tables.of("ours", time), "torch": tables.of("torch", time)}
+    return tables.table(pairs, columns | {"ratio": tables.ratio("torch", "ours", "median_ms", 1)})
 
 
 @tables.block
@@ -59,23 +52,6 @@ def first_screen() -> str:
     ]
     columns = ("measurement", "figure", "conditions")
     return tables.table([dict(zip(columns, line, strict=True)) for line in lines], {name: name for name in columns})
-
-
-@tables.block
-def cpu_tokens() -> str:
-    """Time and memory against tokens."""
-    rows = tables.rows_of("cpu-tokens")
-    names = ("xla", "transformers", "scan")
-    of_tokens = lambda T: {"T": T} | {name: tables.only(rows, T=T, implementation=name) for name in names}
-    ms = tables.count("median_ms")
-    columns = {
-        "T": tables.count("T"),
-        '"xla", ms': tables.of("xla", ms),
-        '"xla", MiB': tables.of("xla", tables.count("memory_mib")),
-        "torch, ms": tables.of("transformers", ms),
-        "scan over tokens, ms": tables.of("scan", ms),
-    }
-    return tables.table(map(of_tokens, tables.values(rows, "T")), columns)
 
 
 @tables.block
@@ -123,9 +99,10 @@ def first_call() -> str:
     return tables.table(lines, columns)
 
 
-def errors(name: str, points: tuple[float, ...]) -> str:
-    """Return the errors of a sweep at some of its points: a line for a form of an operator, a number for a type."""
-    rows = tables.rows_of(name)
+@tables.block
+def accuracy_gate() -> str:
+    """The errors by the strength of gates: a line for a form of an operator, a number for a type."""
+    rows = tables.rows_of("accuracy-gate")
     lines = dict.fromkeys((row["operator"], row["form"]) for row in rows if row["form"] != "xla")
 
     def cell(point):
@@ -137,7 +114,7 @@ def errors(name: str, points: tuple[float, ...]) -> str:
         return text
 
     columns = {"operator, form": lambda row: f"{row['operator']}, {row['form']}"}
-    columns |= {str(point): cell(point) for point in points}
+    columns |= {str(point): cell(point) for point in (0.01, 1.4, 80.0)}
     return tables.table([dict(zip(("operator", "form"), line, strict=True)) for line in lines], columns)
 
 
@@ -156,8 +133,6 @@ def accuracy_worst() -> str:
     return tables.table([{"inputs": name} for name in sweeps], columns)
 
 
-tables.BLOCKS["accuracy-gate"] = functools.partial(errors, "accuracy-gate", (0.01, 1.4, 80.0))
-tables.BLOCKS["accuracy-keys"] = functools.partial(errors, "accuracy-keys", (0.0, 0.25, 0.5, 1.0))
 
 
 @tables.block

@@ -48,25 +48,6 @@ def step() -> str:
 
 
 @tables.block
-def step_of_a_device() -> str:
-    """Serving steps of an operator at the heads that one of 8 devices has."""
-    rows = tables.rows_of("step-v6e-tp8")
-    titles = {
-        "decode-64": "64 decodes",
-        "decode-64-bfloat16": "64 decodes, bfloat16",
-        "decode-32-prefill-2x512-bfloat16": "32 decodes and 2 prefills of 512, bfloat16",
-    }
-
-    def cell(mixture):
-        found = lambda row: tables.only(rows, case=row["case"], mixture=mixture)
-        return lambda row: tables.decimals(found(row)["estimate_ms"], 3)
-
-    columns = {"v6e, key/value heads": lambda row: heads(models.MODELS[row["case"]])}
-    columns |= {name: cell(mixture) for mixture, name in titles.items()}
-    return tables.table([{"case": case} for case in tables.values(rows, "case")], columns)
-
-
-@tables.block
 def decodes() -> str:
     """The time of a whole mixer of 64 decodes, at the heads that one of several devices has."""
     rows = tables.rows_of("decodes")
