@@ -8,13 +8,13 @@ from chunkwise.command import times
 from chunkwise.shared.chips import CHIPS
 
 MODELS = {
-    "qwen3-next-80b": "Qwen3-Next: gated delta rule, H = 16, HV = 32",
-    "qwen3-next-80b-tp8": "the same on one of eight devices, H = 2, HV = 4",
-    "qwen3.5-397b-tp8": "Qwen3.5 on one of eight devices, H = 2, HV = 8",
-    "kimi-linear-48b": "Kimi-Linear: KDA, H = 32",
-    "kimi-linear-48b-tp8": "the same on one of eight devices, H = 4",
-    "minimax-text-01": "MiniMax: simple GLA, H = 64",
-    "gla": "GLA, H = 16",
+    "qwen3-next-80b": "Qwen3-Next",
+    "qwen3-next-80b-tp8": "Qwen3-Next, of 8 devices",
+    "qwen3.5-397b-tp8": "Qwen3.5-397B, of 8 devices",
+    "kimi-linear-48b": "Kimi-Linear",
+    "kimi-linear-48b-tp8": "Kimi-Linear, of 8 devices",
+    "minimax-text-01": "MiniMax",
+    "gla": "GLA, 16 heads",
 }
 COST = "**Cost.** The compiler estimates for v6e, in bfloat16 with K = V = 128, that a forward of"
 
@@ -27,18 +27,6 @@ def beside_tokamax() -> list[dict]:
 
 
 @tables.block
-def tpu_kda() -> str:
-    """Kimi-Linear's layer by our kernel and by tokamax's, with the same compiler."""
-    both = ("ours", "tokamax")
-    columns = {"T": tables.of("ours", tables.count("T")), "chip": tables.of("ours", "chip")}
-    columns |= {f"{name}, ms": tables.of(name, tables.fixed("estimate_ms")) for name in both}
-    columns |= {"ratio": tables.ratio("tokamax", "ours", "estimate_ms")}
-    return tables.table(
-        beside_tokamax(), columns | {"temporaries, MiB": tables.beside(both, tables.memory("temporaries_mib"))}
-    )
-
-
-@tables.block
 def tpu_kda_short() -> str:
     """The same for readers of the README."""
     ms = lambda row: f"{tables.decimals(row['estimate_ms'])} ms"
@@ -48,20 +36,10 @@ def tpu_kda_short() -> str:
 
 @tables.block
 def tpu_layers() -> str:
-    """The layers of models at 8,192 tokens: forward on all generations, and both directions on a v6e."""
-    rows = tables.rows_of("tpu-layers")
-    lines = [
-        {"case": case} | {x: tables.only(rows, case=case, chip="v6e", way=x) for x in tables.PASSES} for case in MODELS
-    ]
-
-    def ms(chip, way):
-        found = lambda row: tables.select(rows, case=row["case"], chip=chip, way=way)
-        return lambda row: " or ".join(tables.decimals(x["estimate_ms"]) for x in found(row)) or tables.NONE
-
-    columns = {"layer": lambda row: MODELS[row["case"]]} | {f"{chip}, ms": ms(chip, "forward") for chip in CHIPS}
-    columns |= {"v6e, both directions, ms": ms("v6e", "forward+backward")}
-    columns |= {"floors, v6e, ms": tables.beside(tables.PASSES, tables.fixed("floor_ms"))}
-    columns |= {"temporaries, MiB": tables.beside(tables.PASSES, tables.memory("temporaries_mib"))}
+    """The layers of models at 8,192 tokens in both directions on a v6e; a picture has the forwards."""
+    lines = [layer_of(case, "forward+backward") for case in MODELS]
+    columns = {"both directions, v6e": lambda row: MODELS[row["case"]], "ms": tables.fixed("estimate_ms")}
+    columns |= {"its bytes, ms": tables.fixed("floor_ms"), "temporaries, MiB": tables.memory("temporaries_mib")}
     return tables.table(lines, columns)
 
 

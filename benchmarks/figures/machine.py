@@ -100,25 +100,6 @@ def first_call() -> str:
 
 
 @tables.block
-def accuracy_gate() -> str:
-    """The errors by the strength of gates: a line for a form of an operator, a number for a type."""
-    rows = tables.rows_of("accuracy-gate")
-    lines = dict.fromkeys((row["operator"], row["form"]) for row in rows if row["form"] != "xla")
-
-    def cell(point):
-        def text(row):
-            found = tables.select(rows, operator=row["operator"], form=row["form"], point=point)
-            numbers = {x["dtype"]: "inf" if x["error"] is None else f"{x['error']:.1e}" for x in found}
-            return " / ".join(numbers[dtype] for dtype in ("float32", "bfloat16") if dtype in numbers)
-
-        return text
-
-    columns = {"operator, form": lambda row: f"{row['operator']}, {row['form']}"}
-    columns |= {str(point): cell(point) for point in (0.01, 1.4, 80.0)}
-    return tables.table([dict(zip(("operator", "form"), line, strict=True)) for line in lines], columns)
-
-
-@tables.block
 def accuracy_worst() -> str:
     """The largest errors of all operators."""
     sweeps = {
@@ -131,8 +112,6 @@ def accuracy_worst() -> str:
     cell = lambda dtype: lambda row: f"{max(ours(sweeps[row['inputs']], dtype)):.1e}"
     columns = {"inputs": "inputs", "float32": cell("float32"), "bfloat16": cell("bfloat16")}
     return tables.table([{"inputs": name} for name in sweeps], columns)
-
-
 
 
 @tables.block
@@ -180,23 +159,6 @@ def gpu() -> str:
 def of_layer(row: dict) -> str:
     """Return the name of the operator of a case's layer."""
     return (tables.TITLES | {"gdn2": "GDN-2"})[CASES[row["case"]].operator]
-
-
-@tables.block
-def gpu_times() -> str:
-    """Times of calls on an H100, of plain JAX beside kernels of others."""
-    rows = tables.rows_of("time-h100")
-    columns = {
-        "operator": of_layer,
-        "value heads": lambda row: tables.whole(CASES[row["case"]].HV),
-        "direction": tables.way,
-        '"xla", MiB': tables.count("memory_mib"),
-    }
-    for name in tables.values(rows, "implementation"):
-        alike = {(row["case"], row["pass"]): row["median_ms"] for row in tables.select(rows, implementation=name)}
-        called = '"xla"' if name == "xla" else name
-        columns[f"{called}, ms"] = lambda row, ms=alike: tables.decimals(ms.get((row["case"], row["pass"])))
-    return tables.table(tables.select(rows, implementation="xla"), columns)
 
 
 @tables.block

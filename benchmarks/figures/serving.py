@@ -2,7 +2,6 @@
 
 import math
 
-from benchmarks import decode_mixer
 from benchmarks import step as steps
 from benchmarks.figures import tables
 from chunkwise.command import models
@@ -45,29 +44,6 @@ def step() -> str:
 
     columns = {"ms": lambda row: MIXTURES[row["mixture"]]}
     return tables.table([{"mixture": x} for x in MIXTURES], columns | {chip: cell(chip) for chip in CHIPS})
-
-
-@tables.block
-def decodes() -> str:
-    """The time of a whole mixer of 64 decodes, at the heads that one of several devices has."""
-    rows = tables.rows_of("decodes")
-    lines = [
-        {"case": case, "mixture": mixture}
-        for case in tables.values(rows, "case")
-        for mixture in decode_mixer.mixtures(case)
-        if not steps.MIXTURES[mixture].prefills and steps.MIXTURES[mixture].W == 1
-    ]
-
-    def states(row):
-        pool = steps.MIXTURES[row["mixture"]]
-        return f"{pool.pool}, ring of {pool.replay}" if pool.replay else pool.pool
-
-    def cell(chip):
-        found = lambda row: [x for x in tables.select(rows, **row, chip=chip) if x.get("cycles")]
-        return lambda row: next((tables.decimals(x["estimate_ms"], 3) for x in found(row)), tables.NONE)
-
-    columns = {"operator, key/value heads": lambda row: heads(decode_mixer.MIXERS[row["case"]]), "states": states}
-    return tables.table(lines, columns | {chip: cell(chip) for chip in CHIPS})
 
 
 @tables.block
