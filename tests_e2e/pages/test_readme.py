@@ -40,8 +40,8 @@ ALL_AFTER_TORCH = ("fine-tuning",)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-# The libraries that pages move from, and that are not here: what a page calls, with the arguments of fla-core 0.5. A call
-# that they would refuse fails here too.
+# What a page calls of a library that is not here, with the arguments of fla-core 0.5. A call that it would refuse fails
+# here too.
 ELSEWHERE = {
     "fla.ops.gated_delta_rule": """chunk_gated_delta_rule(
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
