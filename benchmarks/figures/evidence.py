@@ -80,7 +80,9 @@ def hosts_training() -> str:
         "largest difference": lambda row: f"{row['difference']:.0e}",
         "of a unit": lambda row: f"{row['rounding']:.0e}" if "rounding" in row else tables.NONE,
     }
-    return tables.table((row for row in tables.rows_of("hosts") if "losses" in row), columns)
+    return tables.table(
+        (row for row in tables.rows_of("hosts") if "losses" in row and "two devices" not in row["run"]), columns
+    )
 
 
 @tables.block

@@ -192,16 +192,6 @@ def packed() -> str:
 
 
 @tables.block
-def kda_bench() -> str:
-    """KDA at the shapes of a public benchmark, beside its published times."""
-    columns = {"sequences x tokens": lambda row: f"{row['sequences']} x {tables.whole(row['T'])}"}
-    names = {"ours, ms": "estimate_ms", "ours, a call, ms": "call_ms", "published, ms": "published_ms"}
-    columns |= {name: tables.fixed(key) for name, key in names.items()}
-    over = lambda row: tables.decimals(row["published_ms"] / row["call_ms"], 1)
-    return tables.table(tables.rows_of("kda-bench"), columns | {"ratio": over})
-
-
-@tables.block
 def jaxbench() -> str:
     """Tasks of JAXBench, compiled for TPUs: its reference and our programs."""
     rows, lines = tables.rows_of("jaxbench"), []
