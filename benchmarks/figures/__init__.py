@@ -1,14 +1,14 @@
 """The figures of the pages, which come from docs/data, so that no figure is typed into a page.
 
 A page has them between a comment of HTML, `<!-- figures: NAME -->`, and the next empty line. NAME is a function of a
-module of this package. `python -m benchmarks pages` names the pages that differ from docs/data, and with --write it
-writes all pages.
+module of this package. `python -m benchmarks pages` names the pages, and the pictures on them, that differ from
+docs/data, and with --write it writes them all.
 """
 
 import re
 from pathlib import Path
 
-from benchmarks.figures import devices, evidence, kernels, machine, serving, stages, tables  # noqa: F401
+from benchmarks.figures import evidence, kernels, machine, pictures, serving, stages, tables  # noqa: F401
 
 BLOCK = re.compile(r"^<!-- figures: ([\w-]+) -->\n(?:.+\n)*", re.MULTILINE)
 
@@ -31,8 +31,11 @@ def pages() -> list[Path]:
 
 
 def main(write: bool) -> int:
-    """Name the pages that differ from docs/data, and return 1 if there are any; or write all pages."""
-    stale = {path: text for path in pages() if (text := filled(path.read_text())) != path.read_text()}
+    """Name the pages and pictures that differ from docs/data, and return 1 if there are any; or write all of them."""
+    right = {path: filled(path.read_text()) for path in pages()}
+    shown = {name for text in right.values() for name in BLOCK.findall(text) if name in pictures.PICTURES}
+    right |= {tables.ROOT / path: text for name in sorted(shown) for path, text in pictures.files(name).items()}
+    stale = {path: text for path, text in right.items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         print(f"{path.relative_to(tables.ROOT)}: {'written' if write else 'differs from docs/data'}")
         if write:

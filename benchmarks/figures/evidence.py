@@ -4,27 +4,7 @@ import json
 
 from benchmarks import calibrate
 from benchmarks.figures import tables
-from chunkwise.command import report, times
-from chunkwise.shared.chips import CHIPS
-
-
-@tables.block
-def report_fields() -> str:
-    """The fields of a report, out of its schema."""
-    lines = []
-
-    def walk(schema: dict, prefix: str) -> None:
-        for name, value in schema["properties"].items():
-            kinds = value.get("type", "integer" if "const" in value else "string")
-            kind = kinds if isinstance(kinds, str) else " or ".join(kinds)
-            if text := value.get("description"):
-                lines.append({"field": f"`{prefix}{name}`", "type": kind, "what it says": text})
-            inner = value.get("items", value)
-            if "properties" in inner:
-                walk(inner, f"{prefix}{name}{'[]' if 'items' in value else ''}.")
-
-    walk(report.read_schema(), "")
-    return tables.table(lines, {name: name for name in lines[0]})
+from chunkwise.command import times
 
 
 @tables.block
@@ -82,43 +62,12 @@ def calibration_fit() -> str:
 
 
 @tables.block
-def calibration_rows() -> str:
-    """Published times of peers beside the formula."""
-
-    def ms(row):
-        on_device = times.device_ms(
-            CHIPS[row["chip"]], [times.Launch(row["bundles"], row["grid_steps"])], row["around_cycles"]
-        )
-        return times.CALL_MS * row["blocking"] + on_device
-
-    columns = {
-        "kernels, heads, tokens": lambda row: f"{calibrate.library(row)}, {row['case']}",
-        "chip": "chip",
-        "pass": tables.way,
-        **{name: tables.count(key) for name, key in tables.COUNTS.items()},
-        "published, ms": tables.fixed("published_ms"),
-        "formula, ms": lambda row: tables.decimals(ms(row)),
-        "formula / published": lambda row: (
-            f"{tables.decimals(ms(row) / row['published_ms'])}{'' if row['fitted'] else ', not in the fit'}"
-        ),
-    }
-    inside, outside = points()
-    return tables.table([*inside, *outside], columns)
-
-
-@tables.block
 def hosts_serving() -> str:
     """The answers of whole serving engines with chunkwise, beside the answers with their linear attention."""
-    same = lambda what: lambda row: f"{tables.whole(row['same_' + what])} of {tables.whole(row[what])}"
-    seconds = lambda who: lambda row: tables.decimals(row["seconds"][who], 1)
     columns = {
-        "host": lambda row: f"{row['host']} {row['version']}",
-        "model": "run",
-        "requests alike": same("requests"),
-        "tokens alike": same("tokens"),
+        "SGLang-JAX serves": "run",
+        "the same tokens": lambda row: f"{tables.whole(row['same_tokens'])} of {tables.whole(row['tokens'])}",
         "log-probabilities": lambda row: f"{row['logprobs']:.0e}",
-        "theirs, s": seconds("theirs"),
-        "ours, s": seconds("ours"),
     }
     return tables.table((row for row in tables.rows_of("hosts") if "requests" in row), columns)
 
@@ -126,54 +75,14 @@ def hosts_serving() -> str:
 @tables.block
 def hosts_training() -> str:
     """The losses of whole trainers with chunkwise, beside the losses with their linear attention."""
-    loss = lambda who, step: lambda row: tables.decimals(row["losses"][who][step], 4)
     columns = {
-        "host": lambda row: f"{row['host']} {row['version'].partition('.dev')[0]}",
-        "model": "run",
-        "first loss, theirs": loss("theirs", 0),
-        "first loss, ours": loss("ours", 0),
-        "last loss, theirs": loss("theirs", -1),
-        "last loss, ours": loss("ours", -1),
-        "difference": lambda row: f"{row['difference']:.0e}",
-        "of a unit": lambda row: f"{row['rounding']:.0e}" if "rounding" in row else "-",
-        "a step, theirs / ours, s": lambda row: " / ".join(
-            tables.decimals(row["seconds"][who], 1) for who in ("theirs", "ours")
-        ),
+        "trainer, model": lambda row: f"{row['host']}, {row['run']}",
+        "largest difference": lambda row: f"{row['difference']:.0e}",
+        "of a unit": lambda row: f"{row['rounding']:.0e}" if "rounding" in row else tables.NONE,
     }
-    return tables.table((row for row in tables.rows_of("hosts") if "losses" in row), columns)
-
-
-@tables.block
-def hosts_bfloat16() -> str:
-    """The tokens of both engines in bfloat16 that are the tokens of the host in float32."""
-    rows = [row for row in tables.rows_of("hosts") if "from float32" in row]
-    names = " and ".join(row["run"].partition(",")[0] for row in rows)
-    counts = lambda who: " and ".join(tables.whole(row["from float32"][who]["same_tokens"]) for row in rows)
-    return (
-        "In bfloat16 both engines choose other tokens than in float32. Of the tokens of the host in float32 its engine "
-        f"in bfloat16 has\n{counts('theirs')} with {names}, and chunkwise in it {counts('ours')}, "
-        "each counted up to the first other token of an answer."
+    return tables.table(
+        (row for row in tables.rows_of("hosts") if "losses" in row and "two devices" not in row["run"]), columns
     )
-
-
-@tables.block
-def host_functions() -> str:
-    """The errors, times and temporaries of functions of hosts, and of ours in their place."""
-    forms = {"error": "{:.1e}", "ms": "{:,.0f} ms", "mib": "{:,.3g} MiB"}
-    cell = lambda who: lambda row: ", ".join(forms[key].format(value) for key, value in row[who].items())
-    columns = {"host": "host", "what": "what", "theirs": cell("theirs"), "ours": cell("ours")}
-    return tables.table(tables.rows_of("host-functions"), columns)
-
-
-@tables.block
-def jla() -> str:
-    """The launches of operators by the kernels of jax-linear-attention, as compiled for an H100."""
-    columns = {
-        "operator": lambda row: f"`chunk_{row['operator']}`",
-        "forward": tables.count("launches"),
-        "forward and backward": tables.count("launches_with_backward"),
-    }
-    return tables.table((row for row in tables.rows_of("hosts") if "launches" in row), columns)
 
 
 @tables.block
@@ -196,6 +105,5 @@ def suites() -> str:
     columns = {
         "project": lambda row: f"{row['host']} {row['version']}",
         "pass": lambda row: f"{tables.whole(row['passed'])} of {tables.whole(row['tests'])}",
-        "what runs": "what",
     }
     return tables.table([*tables.select(tables.rows_of("hosts"), run="its tests"), *tables.rows_of("suites")], columns)

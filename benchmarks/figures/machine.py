@@ -1,7 +1,5 @@
 """Figures that were measured on a machine: times and memory of a CPU, launches of a GPU, and errors."""
 
-import functools
-
 from benchmarks import production
 from benchmarks.cases import CASES
 from benchmarks.figures import tables
@@ -11,21 +9,16 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.call.checks import choose_chunk_size
 
 
-def _beside_torch(times_of: dict[str, str]) -> str:
-    """Both directions on one device and on two, beside torch, by the clock or also by processors together."""
+@tables.block
+def cpu() -> str:
+    """Both directions on one device and on two, beside torch."""
     rows = tables.rows_of("cpu-gdn-16")
     of_peer = lambda x: tables.only(rows, implementation="transformers", devices=x["devices"], way=x["pass"])
     pairs = [{"ours": x, "torch": of_peer(x)} for x in tables.select(rows, implementation="xla")]
+    time = lambda row: f"{tables.whole(row['median_ms'])} ms"
     columns = {"pass": tables.of("ours", tables.way), "devices": tables.of("ours", "devices")}
-    for key, name in times_of.items():
-        time = lambda row, key=key: f"{tables.whole(row[key])} ms"
-        columns |= {f'"xla"{name}': tables.of("ours", time), f"torch{name}": tables.of("torch", time)}
-        columns |= {f"ratio{name}": tables.ratio("torch", "ours", key, 1)}
-    return tables.table(pairs, columns)
-
-
-tables.BLOCKS["cpu"] = functools.partial(_beside_torch, {"median_ms": ""})
-tables.BLOCKS["cpu-both"] = functools.partial(_beside_torch, {"median_ms": "", "cpu_ms": ", processor"})
+    columns |= {'"xla"': tables.of("ours", time), "torch": tables.of("torch", time)}
+    return tables.table(pairs, columns | {"ratio": tables.ratio("torch", "ours", "median_ms", 1)})
 
 
 @tables.block
@@ -59,40 +52,6 @@ def first_screen() -> str:
     ]
     columns = ("measurement", "figure", "conditions")
     return tables.table([dict(zip(columns, line, strict=True)) for line in lines], {name: name for name in columns})
-
-
-@tables.block
-def cpu_tokens() -> str:
-    """Time and memory against tokens."""
-    rows = tables.rows_of("cpu-tokens")
-    names = ("xla", "transformers", "scan")
-    of_tokens = lambda T: {"T": T} | {name: tables.only(rows, T=T, implementation=name) for name in names}
-    ms = tables.count("median_ms")
-    columns = {
-        "T": tables.count("T"),
-        '"xla", ms': tables.of("xla", ms),
-        '"xla", MiB': tables.of("xla", tables.count("memory_mib")),
-        "torch, ms": tables.of("transformers", ms),
-        "scan over tokens, ms": tables.of("scan", ms),
-    }
-    return tables.table(map(of_tokens, tables.values(rows, "T")), columns)
-
-
-@tables.block
-def cpu_composition() -> str:
-    """Operators by composition in plain JAX, beside the plain forms of others: processor time, and its ratios."""
-    rows, peers = tables.rows_of("cpu-composition"), ("jax-linear-attention", "mlstm_kernels")
-    names = {"delta-product-2": "Gated DeltaProduct, n = 2", "dplr": "DPLR", "xlstm-7b": "mLSTM"}
-    one = lambda case, way: {x["implementation"]: x for x in tables.select(rows, case=case, way=way)}
-    ms = lambda row: f"{tables.whole(row['cpu_ms'])} ms"
-
-    def beside_ours(name):
-        ratio = tables.ratio(name, "xla", "cpu_ms", 1)
-        return lambda line: f"{ms(line[name])}; {ratio(line)}" if name in line else tables.NONE
-
-    columns = {"operator": tables.of("xla", lambda row: names[row["case"]]), "pass": tables.of("xla", tables.way)}
-    columns |= {'"xla"': tables.of("xla", ms)} | {f"{name}; ratio": beside_ours(name) for name in peers}
-    return tables.table([line for way in tables.PASSES for case in names if (line := one(case, way))], columns)
 
 
 @tables.block
@@ -140,24 +99,6 @@ def first_call() -> str:
     return tables.table(lines, columns)
 
 
-def errors(name: str, points: tuple[float, ...]) -> str:
-    """Return the errors of a sweep at some of its points: a line for every form of an operator, a number for a type."""
-    rows = tables.rows_of(name)
-    lines = dict.fromkeys((row["operator"], row["form"]) for row in rows)
-
-    def cell(point):
-        def text(row):
-            found = tables.select(rows, operator=row["operator"], form=row["form"], point=point)
-            numbers = {x["dtype"]: "inf" if x["error"] is None else f"{x['error']:.1e}" for x in found}
-            return " / ".join(numbers[dtype] for dtype in ("float32", "bfloat16") if dtype in numbers)
-
-        return text
-
-    columns = {"operator, form": lambda row: f"{row['operator']}, {row['form']}"}
-    columns |= {str(point): cell(point) for point in points}
-    return tables.table([dict(zip(("operator", "form"), line, strict=True)) for line in lines], columns)
-
-
 @tables.block
 def accuracy_worst() -> str:
     """The largest errors of all operators."""
@@ -173,69 +114,46 @@ def accuracy_worst() -> str:
     return tables.table([{"inputs": name} for name in sweeps], columns)
 
 
-tables.BLOCKS["accuracy-gate"] = functools.partial(errors, "accuracy-gate", (0.01, 0.1, 1.0, 1.4, 5.0, 30.0, 80.0))
-tables.BLOCKS["accuracy-keys"] = functools.partial(errors, "accuracy-keys", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0))
-
-
 @tables.block
 def long_texts() -> str:
     """Errors of texts of which nothing is forgotten."""
-    rows = tables.rows_of("long-texts")
-    cell = lambda form: lambda row: f"{row['errors'][form]:.1e}" if form in row["errors"] else tables.NONE
-    columns = {"T, K": lambda row: ", ".join([tables.whole(row["T"]), str(row["K"]), *filter(None, [row.get("but")])])}
-    return tables.table(rows, columns | {form: cell(form) for form in rows[0]["errors"]})
-
-
-@tables.block
-def worst_gradients() -> str:
-    """Gradients of gates that lose more than the others."""
-    rows = tables.rows_of("worst-gradients")
-    return tables.table(rows, {name: name for name in rows[0]})
-
-
-@tables.block
-def rounding() -> str:
-    """The cost of what takes roundings back."""
-    more = lambda row: f"{row['percent']} % more{'' if row['done'] else ', so it is not done'}"
-    return tables.table(
-        tables.rows_of("rounding"), {"remedy": "remedy", "where": "where", "cycles of the forward": more}
-    )
+    rows = [row for row in tables.rows_of("long-texts") if "but" not in row]
+    columns = {"T, K": lambda row: f"{tables.whole(row['T'])}, {row['K']}"}
+    columns |= {form: lambda row, form=form: f"{row['errors'][form]:.1e}" for form in rows[0]["errors"]}
+    return tables.table(rows, columns)
 
 
 @tables.block
 def production_cases() -> str:
-    """Inputs on which other libraries failed, and our errors."""
+    """Inputs on which other libraries failed, and our worst errors."""
     rows = tables.rows_of("production")
 
-    def both(implementation):
-        def cell(row):
-            errors = {x["form"]: f"{x['error']:.0e}" for x in tables.select(rows, case=row["case"])}
-            return " / ".join(errors[f"{implementation}, {dtype}"] for dtype in production.TYPES)
+    def worst(dtype):
+        errors = lambda row: [
+            x["error"] for x in tables.select(rows, case=row["case"]) if x["form"].endswith(f", {dtype}")
+        ]
+        return lambda row: f"{max(errors(row)):.0e}"
 
-        return cell
-
-    lines = [
-        {"case": name, "input": x.input, "report": f"{x.link}: {x.broke}"} for name, x in production.REPORTS.items()
-    ]
-    columns = {name: name for name in ("case", "input", "report")}
-    return tables.table(lines, columns | {f'"{x}", float32 / bfloat16': both(x) for x in production.IMPLEMENTATIONS})
+    lines = [{"case": name, "report": x.link} for name, x in production.REPORTS.items()]
+    columns = {name: name for name in ("case", "report")}
+    return tables.table(lines, columns | {dtype: worst(dtype) for dtype in production.TYPES})
 
 
 @tables.block
 def gpu() -> str:
-    """The launches of programs on an H100, and their temporaries."""
+    """The launches of programs on an H100."""
+    rows = tables.rows_of("gpu-h100")
+    ways = [*tables.PASSES, "decode", "serving step"]
+    titles = ("forward", "forward and backward", "a token of 64 sequences", "a serving step of 64 decodes")
 
-    def program(row):
-        tokens = {"decode": "a token of 64 sequences", "serving step": "a serving step of 64 decodes"}
-        return tokens.get(row["pass"]) or f"{tables.way(row)}, T = {tables.whole(row['T'])}"
+    def launches(way):
+        T = 8192 if way in tables.PASSES else 64
+        found = lambda row: tables.select(rows, operator=row["operator"], HV=32, way=way, T=T)
+        return lambda row: next((tables.whole(x["launches"]) for x in found(row)), tables.NONE)
 
-    columns = {
-        "operator": lambda row: tables.title(row) + ("" if row["HV"] == 32 else f", {row['HV']} heads"),
-        "program": program,
-        "launches": tables.count("launches"),
-        "temporaries, MiB": tables.count("temporaries_mib"),
-    }
-    return tables.table(tables.rows_of("gpu-h100"), columns)
+    columns = {"launches, T = 8,192, 32 value heads": tables.title}
+    columns |= {title: launches(way) for way, title in zip(ways, titles, strict=True)}
+    return tables.table([{"operator": name} for name in tables.values(rows, "operator")], columns)
 
 
 def of_layer(row: dict) -> str:
@@ -244,28 +162,10 @@ def of_layer(row: dict) -> str:
 
 
 @tables.block
-def gpu_times() -> str:
-    """Times of calls on an H100, of plain JAX beside kernels of others."""
-    rows = tables.rows_of("time-h100")
-    columns = {
-        "operator": of_layer,
-        "value heads": lambda row: tables.whole(CASES[row["case"]].HV),
-        "direction": tables.way,
-        '"xla", MiB': tables.count("memory_mib"),
-    }
-    for name in tables.values(rows, "implementation"):
-        alike = {(row["case"], row["pass"]): row["median_ms"] for row in tables.select(rows, implementation=name)}
-        called = '"xla"' if name == "xla" else name
-        columns[f"{called}, ms"] = lambda row, ms=alike: tables.decimals(ms.get((row["case"], row["pass"])))
-    return tables.table(tables.select(rows, implementation="xla"), columns)
-
-
-@tables.block
 def gpu_steps() -> str:
     """Times of serving steps on an H100."""
-    columns = {
-        "operator": of_layer,
-        "decodes": lambda row: tables.whole(MIXTURES[row["mixture"]].decodes),
-        '"xla", ms': tables.fixed("median_ms"),
-    }
-    return tables.table(tables.rows_of("step-h100"), columns)
+    steps = [
+        f"{tables.decimals(row['median_ms'])} ms for {of_layer(row)} with {MIXTURES[row['mixture']].decodes} decodes"
+        for row in tables.rows_of("step-h100")
+    ]
+    return f"A serving step over a float32 pool that is donated takes {' and '.join(steps)}."

@@ -8,7 +8,7 @@ import pytest
 from chunkwise.shared.call.unknown_arguments import INSTEAD
 from tests_e2e.pages import signatures
 
-PAGE = "from-flash-linear-attention"
+LIBRARY = "flash-linear-attention"
 # Ours has another name for the gate of a norm, and no bias.
 OF_A_NORM = {"g", "bias"}
 
@@ -20,8 +20,8 @@ def paths():
 
 def test_every_argument_is_ours_or_answered(paths):
     """A call with an argument that ours lacks says what to do instead, and so does the page."""
-    page = (signatures.DOCS / f"{PAGE}.md").read_text()
-    pairs = signatures.pairs(PAGE) + [(row.theirs, row.ours) for row in signatures.differences(PAGE)]
+    page = signatures.section(LIBRARY)
+    pairs = signatures.pairs(LIBRARY) + [(row.theirs, row.ours) for row in signatures.differences(LIBRARY)]
     for theirs, ours in pairs:
         lacking = set(signatures.order_there(theirs, paths)) - signatures.names_here(ours)
         for name in lacking - (OF_A_NORM if ours == "rms_norm_gated" else set()):
@@ -30,9 +30,9 @@ def test_every_argument_is_ours_or_answered(paths):
 
 
 def test_by_position(paths):
-    rows = signatures.differences(PAGE)
+    rows = signatures.differences(LIBRARY)
     signatures.check(rows, paths)
-    others = [pair for pair in signatures.pairs(PAGE) if pair[0] not in {row.theirs for row in rows}]
+    others = [pair for pair in signatures.pairs(LIBRARY) if pair[0] not in {row.theirs for row in rows}]
     assert others
     for theirs, ours in others:
         here = signatures.order_here(ours)

@@ -1,4 +1,4 @@
-"""The cases of docs/production-cases.md: inputs on which other people's implementations broke.
+"""The cases of docs/evidence.md: inputs on which other people's implementations broke.
 
 The command `python -m benchmarks production` runs them under every implementation and type; here is the fastest way.
 """

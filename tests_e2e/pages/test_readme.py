@@ -6,6 +6,7 @@ or option that they name must exist.
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import itertools
@@ -27,8 +28,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PACKAGE_PAGES = [ROOT / "shared/README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Those that take long, or whose code is mostly that of other pages.
 REPEATS = """
-    distribution fine-tuning flax from-tokamax integrations maintain/adding-a-kernel moving-requests new-tpu numerics
-    packing prompts serving serving-layers serving-pools stages tokens-over-devices tutorial two-keys
+    distribution fine-tuning flax hardware integrations maintain/adding-a-kernel numerics serving serving-layers
+    serving-pools stages training tutorial two-keys
 """.split()  # noqa: SIM905
 # The session `build` runs the page of the pipeline.
 LONG = [ROOT / f"packages/{name}/README.md" for name in ("layers", "pipeline")]
@@ -39,26 +40,21 @@ ALL_AFTER_TORCH = ("fine-tuning",)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-# The libraries that pages move from, and that are not here: what a page calls, with the arguments of fla-core 0.5, of
-# vLLM's copy of it and of tokamax 0.0.17. A call that they would refuse fails here too.
-DELTA_RULE = """chunk_gated_delta_rule(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    cu_seqlens=None
-)"""
+# What a page calls of a library that is not here, with the arguments of fla-core 0.5. A call that it would refuse fails
+# here too.
 ELSEWHERE = {
-    "fla.ops.gated_delta_rule": DELTA_RULE,
-    "vllm.model_executor.layers.fla.ops": DELTA_RULE,
-    "fla.ops.kda": """chunk_kda(
+    "fla.ops.gated_delta_rule": """chunk_gated_delta_rule(
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-        use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
-        lower_bound=None, cu_seqlens=None, A_log=None, dt_bias=None
-    )""",
-    "tokamax._src.ops.kda.api": """kimi_delta_attention(
-        query, key, value, gate, beta, *, a_log=None, delta_time_bias=None, scale=None, initial_state=None,
-        output_final_state=False, use_qk_l2norm=False, use_gate_in_kernel=False, segment_ids=None, lower_bound=None,
-        context_parallel_metadata=None, max_num_segments=None, implementation=None
-    )""",
+        cu_seqlens=None
+    )"""
 }
+# Words of other libraries between backticks, and a name of which a page says that it does not exist.
+OTHERS = """
+    context_parallel_load_balance deserialize flywheel jax_compilation_cache_dir multihost_utils process_allgather
+    jax_persistent_cache_min_compile_time_secs ragged_mlstm serialize
+""".split()  # noqa: SIM905
+# The tests of signatures and of settings hold what these pages say of other libraries.
+OF_OTHERS = "models", "moving-here"
 
 
 def stand_in(monkeypatch, module: str):
@@ -79,7 +75,7 @@ def marks_of(page: Path) -> list:
 
 def without_libraries(monkeypatch, code: str) -> bool:
     """Return whether a block can run: libraries of ELSEWHERE get a stand-in, and a block that uses torch needs it."""
-    for module in re.findall(r"^from ((?:fla|vllm|tokamax)\.[\w.]+)", code, re.MULTILINE):
+    for module in re.findall(r"^from (fla\.[\w.]+)", code, re.MULTILINE):
         stand_in(monkeypatch, module)
     return not NEEDS_TORCH.search(code) or all(map(importlib.util.find_spec, ("torch", "transformers")))
 
@@ -110,13 +106,10 @@ def test_python(page, monkeypatch):
             assert printed.getvalue() == promised
 
 
-def test_blocks_that_replace_a_call_run_alone():
-    """Who moves from flash-linear-attention copies the block of the call that he moves."""
-    text = (ROOT / "docs/from-flash-linear-attention.md").read_text()
-    ours = [code for kind, code in BLOCK.findall(text) if kind == "python" and "chunkwise.pipeline import" in code]
-    assert len(ours) == 2
-    for code in ours:
-        exec(compile(code, "block", "exec"), {})
+def test_the_block_of_the_call_runs_alone():
+    """Who moves here copies it, and the page has it first."""
+    (_, ours), *_ = BLOCK.findall((ROOT / "docs/moving-here.md").read_text())
+    exec(compile(ours, "block", "exec"), {})
 
 
 def commands() -> list:
@@ -137,7 +130,7 @@ def test_first_screen():
     kinds = [kind for kind, _ in BLOCK.findall(screen)]
     assert kinds == ["sh", "python", ""]
     assert BLOCK.findall(screen)[0][1] == f"{install}\n{tests}\n"
-    for page in ("which-library", "from-flash-linear-attention", "flax", "torch"):
+    for page in ("which-library", "moving-here", "flax", "tutorial"):
         assert f"](docs/{page}.md)" in screen
     assert "<!-- figures: first-screen -->" in screen
     assert all(name in screen for name in ("your model?", "Qwen3-Next", "your device?", "TPU v5e", "CPU", "GPU"))
@@ -146,17 +139,14 @@ def test_first_screen():
 
 def test_counts_of_tests_of_other_projects():
     """The README repeats them from the page that says how they were run."""
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/hosts.md"))
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/evidence.md"))
     engine, other = re.search(r"all (\d+) of tpu-inference, all (\d+) of SGLang-JAX", readme).groups()
-    assert re.search(rf"ships {engine} cases of tests of this kernel, and all {engine} pass", page)
-    backends = rf"The {other} cases of tests of the three backends in its\s+repository"
-    assert re.search(rf"{backends} .* pass on a CPU with ours in place", page)
     more = int(re.search(r"\[(\d+) of five more\]", readme)[1])
-    cases = (ROOT / "docs/production-cases.md").read_text()
-    counts = re.findall(r"^\| \S+ \S+ \| (\d+) of (\d+) \|", cases, re.MULTILINE)
-    assert len(counts) == 7
-    assert sum(int(passed) for passed, _ in counts) == int(engine) + int(other) + more
-    assert all(passed == tests for passed, tests in counts)
+    rows = re.findall(r"^\| (\S+) \S+ \| (\d+) of (\d+) \|", page, re.MULTILINE)
+    counts = {project: int(passed) for project, passed, tests in rows if passed == tests}
+    assert len(counts) == len(rows) == 7
+    assert (counts["tpu-inference"], counts["SGLang-JAX"]) == (int(engine), int(other))
+    assert sum(counts.values()) == int(engine) + int(other) + more
 
 
 def check_nox(arguments: list[str]) -> None:
@@ -250,6 +240,28 @@ def test_links(page):
             other = page.parent / path if path else page
             assert other.exists(), target
             assert not heading or heading in anchors(other), target
+
+
+@functools.cache
+def words() -> set[str]:
+    """Return the words of all code, without comments, of all examples on pages, and the names of files."""
+    folders = ("shared", "packages", "tests", "tests_e2e", "benchmarks", "examples", "release", "docs/site")
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob(".github/**/*.yml")]
+    sources += [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
+    texts = [re.sub(r"#.*", "", path.read_text()) for path in sources]
+    texts += [code for page in PAGES for _, code in BLOCK.findall(page.read_text())]
+    return {word for text in texts for word in re.findall(r"\w+", text)} | {path.stem for path in sources}
+
+
+NAMING = [page for page in [*PAGES, *PACKAGE_PAGES] if page.stem not in OF_OTHERS]
+
+
+@pytest.mark.parametrize("page", NAMING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names(page):
+    """A name of code between backticks exists."""
+    codes = re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text()))
+    named = {name for code in codes for name in re.findall(r"[A-Za-z_]\w*", code)}
+    assert named - words() - {*OTHERS} == set()
 
 
 MAINTAIN = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs/maintain").glob("*.md")]

@@ -80,5 +80,5 @@ def _sums(g, selected):
 
 
 # With C rows in a chunk, the cost per token of products inside a chunk grows as C, and the cost of the scan's steps and
-# of states kept for the backward falls as 1 / C: see docs/maintain/lessons.md.
+# of states kept for the backward falls as 1 / C: see docs/data/lessons.csv.
 RULE = chunks.Rule(make_form, find_decays, at_once=False, most_rows=32)

@@ -12,7 +12,7 @@ to rounding. |M| and |N| are the bytes of M and N of one device:
 
 The first way needs no M: the first of two devices knows the state before its tokens, so its map begins there, and its N
 is the state before the second one. The second way is best for a few more devices if there is a head for each of them,
-and the third for many devices: see docs/tokens-over-devices.md.
+and the third for many devices: see docs/distribution.md.
 """
 
 import functools
