@@ -3,6 +3,6 @@
 from chunkwise.chunk_o import config, tile
 from chunkwise.shared.kernels import chunk_map
 
-OUTPUT = chunk_map.Stage(
+OUTPUT = chunk_map.ChunkMap(
     "chunk_fwd_o", tile.output_tile, tile.output_bwd_tile, lambda v, **_: {"o": (v.shape[2:], v.dtype)}, config.cost
 )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from chunkwise.kkt import config, tile
 from chunkwise.shared.kernels import chunk_map
 
-KKT = chunk_map.Stage(
+KKT = chunk_map.ChunkMap(
     "chunk_scaled_dot_kkt",
     tile.kkt_tile,
     tile.kkt_bwd_tile,

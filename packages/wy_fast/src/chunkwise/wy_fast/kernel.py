@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from chunkwise.shared.kernels import chunk_map
 from chunkwise.wy_fast import config, tile
 
-W_U = chunk_map.Stage(
+W_U = chunk_map.ChunkMap(
     "recompute_w_u",
     tile.wy_tile,
     tile.wy_bwd_tile,

@@ -17,7 +17,7 @@ Chunks = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Stage:
+class ChunkMap:
     """A function of the tiles of one chunk, and its gradient.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stage:
         return jax.vmap(lambda chunk: self.tile(**chunk, **scalars))(chunks)
 
 
-def _launch(stage: Stage, heads: int, tile: Callable, x: Chunks, direction: str, results: Mapping[str, tuple]) -> list:
+def _launch(stage: ChunkMap, heads: int, tile: Callable, x: Chunks, direction: str, results: Mapping[str, tuple]) -> list:
     """Run `tile`, which returns tiles by the names of `results`, on every chunk, `heads` value heads in lock-step."""
     k, g = x["k"], x["g"]
     NC, HV = g.shape[:2]
@@ -78,13 +78,13 @@ def _launch(stage: Stage, heads: int, tile: Callable, x: Chunks, direction: str,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(stage: Stage, heads: int, x: Chunks) -> tuple[jax.Array, ...]:
+def _run(stage: ChunkMap, heads: int, x: Chunks) -> tuple[jax.Array, ...]:
     results = stage.results(**x)
     tile = lambda **read: dict(zip(results, stage.tile(**read), strict=True))
     return tuple(_launch(stage, heads, tile, x, "fwd", results))
 
 
-def _backward(stage: Stage, heads: int, x: Chunks, cotangents: tuple[jax.Array, ...]) -> tuple[dict[str, Any]]:
+def _backward(stage: ChunkMap, heads: int, x: Chunks, cotangents: tuple[jax.Array, ...]) -> tuple[dict[str, Any]]:
     HV, arrays = x["g"].shape[1], {name: y for name, y in x.items() if y.ndim > 1}
     d = {f"d{name}": y for name, y in zip(stage.results(**x), cotangents, strict=True)}
     # The kernel writes a gradient for every value head; those of heads that share a key head are added up here.
