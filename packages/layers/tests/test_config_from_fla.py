@@ -15,7 +15,8 @@ from tests.hostile_settings import assert_sound
 PRODUCT = dict(
     model_type="gated_deltaproduct", attn_mode="chunk", hidden_size=64, num_heads=2, head_dim=16, expand_v=1.5,
     conv_size=3, conv_bias=False, norm_eps=1e-3, use_output_gate=True, use_short_conv=True, use_forget_gate=True,
-    num_householder=3, allow_neg_eigval=True, hidden_act="swish", num_hidden_layers=4, attn=None, fuse_norm=True, attnres_block_size=None,
+    num_householder=3, allow_neg_eigval=True, hidden_act="swish", num_hidden_layers=4, attn=None, fuse_norm=True,
+    attnres_block_size=None,
 )  # fmt: skip
 # As one file has it: its number of heads is not that of its sizes, and no program reads it.
 RWKV7 = dict(

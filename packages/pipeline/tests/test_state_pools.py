@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.pipeline import StatePool, make_pool, pool_formats, ragged_gated_delta_rule, read_states, write_states
-from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing.inputs import make_inputs
 from tests.engine import Engine, Oracle, describe
 from tests.ragged_suite import HV, OPERATORS, PER_CHANNEL, H, K, V, make_tokens, token_of
@@ -91,8 +90,7 @@ def drafts_of():
 
     def states(pool: StatePool):
         slots = jnp.arange(SLOTS, dtype=jnp.int32)
-        kept = lambda j: state_pool.kept_tokens(pool, slots, jnp.full(SLOTS, j, jnp.int32))
-        return jnp.stack([state_pool.load(pool, slots, kept(j + 1)) for j in range(W)])
+        return jnp.stack([read_states(pool, slots, jnp.full(SLOTS, j + 1, jnp.int32)) for j in range(W)])
 
     return jax.jit(states)
 

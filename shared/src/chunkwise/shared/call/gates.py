@@ -128,7 +128,22 @@ def decays(
     """
     A_log, dt_bias = (y[None, None] for y in lay_out_activation(A_log, dt_bias, g.shape[2:], law))
     g = chunking.select_tokens(valid, g)
-    return law.decay(g.astype(jnp.float32), A_log, dt_bias)
+    return _decay(law, g.astype(jnp.float32), A_log, dt_bias)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _decay(law: gate_activation.Law, x: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+    """Return the decays of a law, with its own gradient."""
+    return law.decay(x, A_log, dt_bias)
+
+
+@_decay.defjvp
+def _decay_jvp(law: gate_activation.Law, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    x, A_log, dt_bias = primals
+    dx, dA_log, ddt_bias = tangents
+    g = law.decay(x, A_log, dt_bias)
+    slope, slope_of_rate = law.gradient(x, A_log, dt_bias, jnp.ones_like(g))
+    return g, slope * (dx + ddt_bias) + slope_of_rate * dA_log
 
 
 @functools.partial(jax.jit, static_argnames="doubled")

@@ -4,7 +4,7 @@ With x the raw gate, a = exp(A_log) and b = dt_bias, a decay in nats is
 
     softplus: g = -a softplus(x + b)        dx = -a sigmoid(x + b) dg      dA_log = sum g dg       db = sum dx
     sigmoid:  g = lower_bound sigmoid(u)    dx = a du                      dA_log = sum u du       db = sum dx
-              u = a (x + b)                 du = g (1 - sigmoid(u)) dg
+              u = a (x + b)                 du = g sigmoid(-u) dg
 
 `LAWS` is the table of these laws. A new law is a class and a line of the table; the argument `use_gate_in_kernel` of
 the operators then takes its name.
@@ -109,8 +109,9 @@ class Sigmoid(Law):
         a, y = jnp.exp(A_log), x + dt_bias
         # At its limits the law has no slope, and infinity times 0 is NaN.
         u = jnp.clip(a * y, -100.0, 100.0)
-        open_ = jax.nn.sigmoid(u)
-        du = float(self.lower_bound) * open_ * (1.0 - open_) * dg
+        # sigmoid(u) sigmoid(-u), where 1 - sigmoid(u) would lose all digits of a gate that is nearly saturated.
+        e = jnp.exp(-jnp.abs(u))
+        du = float(self.lower_bound) * (e / jnp.square(1.0 + e)) * dg
         return a * du, u * du
 
 
