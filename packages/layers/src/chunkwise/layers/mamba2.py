@@ -9,10 +9,9 @@ import numpy as np
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
 from chunkwise.layers.mixer import norm, running
-from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
-from chunkwise.shared.kernels import gate_activation
+from chunkwise.pipeline import chunk_mamba2, ragged_mamba2, recurrent_mamba2
 
-_OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_OPERATORS = running.Operators(chunk_mamba2, recurrent_mamba2, ragged_mamba2)
 
 
 class Mamba2Weights(NamedTuple):
@@ -124,7 +123,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
 
         q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
         dt      = softplus(W_dt x + dt_bias), at least and at most dt_limit
-        o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
+        o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v            that is `chunk_mamba2`
         y       = W_out rms_norm(o silu(W_z x))                                 one norm for each of H groups of heads
 
     or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias and factors. The state of
@@ -136,17 +135,14 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     """
     *projected, z, dt = _project(x, w, config)
     (q, k, v), conv = running.convolve_heads(run, config.heads, projected, w.conv, w.bias)
-    # A softplus is never below 0, so the default limit needs no operation.
-    dt = jax.nn.softplus(running.with_bias(dt.astype(jnp.float32), w.dt_bias))
-    dt = jnp.clip(dt, *config.dt_limit)
-    u = (dt[..., None] * v.astype(jnp.float32)).astype(x.dtype)
-    o, state = run.operate(_OPERATORS, q, k, u, gate_activation.decay_of_steps(dt, w.A_log), scale=1.0)
-    o = (o.astype(jnp.float32) + w.skip[None, None, :, None] * v.astype(jnp.float32)).astype(x.dtype)
-    if config.norm is None:
-        y = (o.astype(jnp.float32) * jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))).astype(x.dtype)
-    else:
+    # A rate above e^88 is one of e^88, and a step of 0 forgets nothing.
+    A, gate = -jnp.exp(jnp.minimum(w.A_log, 88.0)), running.by_head(z, config.HV) if config.norm is None else None
+    y, state = run.operate(
+        _OPERATORS, v, dt, A, k, q, D=w.skip, z=gate, dt_bias=w.dt_bias, dt_softplus=True, dt_limit=config.dt_limit
+    )
+    if config.norm is not None:
         first = config.norm == "before"
-        y = norm.norm_groups(run, o, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
+        y = norm.norm_groups(run, y, z, w.norm, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
     y = running.project_out(y, w.out, x)
     return running.with_bias(y, w.out_bias), caches.Cache(conv, state)
 
