@@ -9,11 +9,10 @@ import numpy as np
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
 from chunkwise.layers.mixer import mixing, norm, running
-from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
-from chunkwise.shared.kernels import gate_activation
+from chunkwise.pipeline import chunk_mamba2, ragged_mamba2, recurrent_mamba2
 from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 
-_OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_OPERATORS = running.Operators(chunk_mamba2, recurrent_mamba2, ragged_mamba2)
 
 
 class Mamba2Weights(NamedTuple):
@@ -125,7 +124,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
 
         q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
         dt      = softplus(W_dt x + dt_bias), at least and at most dt_limit
-        o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v
+        o       = simple GLA(q, k, dt v, g = -exp(A_log) dt) + skip v            that is `chunk_mamba2`
         y       = W_out rms_norm(o silu(W_z x))                                 one norm for each of H groups of heads
 
     or rms_norm(o) silu(W_z x), or no norm, as `config` says; projections may have a bias and factors. The state of
@@ -153,21 +152,17 @@ def _one_after_the_other(run: running.Run, config: config.Mamba2Config, arrays: 
     projected, weights, bias, dt, A_log, dt_bias, skip, z, weight = arrays
     biases = tuple(None if isinstance(b, tuple) else b for b in bias)
     (q, k, v), conv = running.convolve_heads(run, config.heads, projected, weights, biases)
-    # A softplus is never below 0, so the default limit needs no operation.
-    dt = jax.nn.softplus(running.with_bias(dt.astype(jnp.float32), dt_bias))
-    dt = jnp.clip(dt, *config.dt_limit)
-    wide = v.astype(jnp.float32)
-    u = (dt[..., None] * wide).astype(v.dtype)
-    o, state = run.operate(_OPERATORS, q, k, u, gate_activation.decay_of_steps(dt, A_log), scale=1.0)
-    o = (o.astype(jnp.float32) + skip[None, None, :, None] * wide).astype(v.dtype)
-    return o if isinstance(z, tuple) else _finish(run, config, o, z, weight), caches.Cache(conv, state)
+    # A rate above e^88 is one of e^88, and a step of 0 forgets nothing.
+    A, gate = -jnp.exp(jnp.minimum(A_log, 88.0)), running.by_head(z, config.HV) if config.norm is None else None
+    y, state = run.operate(
+        _OPERATORS, v, dt, A, k, q, D=skip, z=gate, dt_bias=dt_bias, dt_softplus=True, dt_limit=config.dt_limit
+    )
+    finished = config.norm is None or isinstance(z, tuple)
+    return y if finished else _finish(run, config, y, z, weight), caches.Cache(conv, state)
 
 
 def _finish(run: running.Run, config: config.Mamba2Config, o, z, weight) -> jax.Array:
     """Return the output of all heads [B, T, HV, V] after the gate and the norm."""
-    if config.norm is None:
-        gate = jax.nn.silu(running.by_head(z, config.HV).astype(jnp.float32))
-        return (o.astype(jnp.float32) * gate).astype(o.dtype)
     first = config.norm == "before"
     return norm.norm_groups(run, o, z, weight, config.H, activation="silu", norm_before_gate=first, eps=config.eps)
 

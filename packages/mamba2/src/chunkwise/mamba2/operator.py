@@ -35,7 +35,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     dt, A = step_sizes(named, valid), jnp.asarray(named["A"], jnp.float32)
     skip = None if named["D"] is None else jnp.asarray(named["D"], jnp.float32)
     skip = skip if skip is None or skip.ndim == 2 else jnp.broadcast_to(skip[:, None], x.v.shape[2:])
-    x, z = x._replace(g=A * dt, dt_bias=None), named["z"]
+    x, z = x._replace(g=A[None, None] * dt, dt_bias=None), named["z"]
     if form == "chunk" and _fused(x, options, implementation):
         # The gradient passes the maximum: the kernels have that of a log, which is as small as the weight.
         weight = dt + lax.stop_gradient(jnp.maximum(dt, LEAST_WEIGHT) - dt)
@@ -46,7 +46,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         weighted = _as(x.v, dt[..., None] * values)
         o, state = getattr(OPERATOR, form)(x._replace(v=weighted), options, implementation)
         if skip is not None:
-            o = _as(x.v, o.astype(jnp.float32) + skip * values)
+            o = _as(x.v, o.astype(jnp.float32) + skip[None, None] * values)
     if z is not None:
         gate = jax.nn.silu(chunking.select_tokens(valid, jnp.asarray(z)).astype(jnp.float32))
         o = _as(x.v, o.astype(jnp.float32) * gate)
@@ -72,7 +72,7 @@ def step_sizes(named: dict[str, Any], valid: jax.Array | None) -> jax.Array:
     """Return the step sizes [B, T, HV] float32 of the arguments of a call, of tokens that are `valid`."""
     dt = chunking.select_tokens(valid, jnp.asarray(named["dt"], jnp.float32))
     if named["dt_bias"] is not None:
-        dt = dt + jnp.asarray(named["dt_bias"], jnp.float32)
+        dt = dt + jnp.asarray(named["dt_bias"], jnp.float32)[None, None]
     if named["dt_softplus"]:
         dt = jax.nn.softplus(dt)
     low, high = map(float, named["dt_limit"])

@@ -15,6 +15,7 @@ from chunkwise.dplr import (
 from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
+from chunkwise.mamba2 import chunk_mamba2, ragged_mamba2, recurrent_mamba2
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
 from chunkwise.pipeline.check_inputs import check_inputs
 from chunkwise.pipeline.check_step import check_step
@@ -38,6 +39,7 @@ __all__ = [
     "chunk_gdn2",
     "chunk_gla",
     "chunk_kda",
+    "chunk_mamba2",
     "chunk_mlstm",
     "chunk_rwkv7",
     "chunk_simple_gla",
@@ -49,6 +51,7 @@ __all__ = [
     "ragged_gated_delta_rule",
     "ragged_gdn2",
     "ragged_kda",
+    "ragged_mamba2",
     "ragged_simple_gla",
     "read_states",
     "recurrent_comba",
@@ -58,6 +61,7 @@ __all__ = [
     "recurrent_gdn2",
     "recurrent_gla",
     "recurrent_kda",
+    "recurrent_mamba2",
     "recurrent_mlstm",
     "recurrent_rwkv7",
     "recurrent_simple_gla",
