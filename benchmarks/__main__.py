@@ -33,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks.cases import CASES, COMPOSED
 from benchmarks.mixer import MIXERS
+from benchmarks.whole import WHOLE
 from chunkwise import pipeline
 from chunkwise.command import info
 from chunkwise.command.models import Layer
@@ -73,7 +74,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("tpu", parents=[sizes, compiled, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    add_cases(one, CASES | MIXERS | COMPOSED)
+    add_cases(one, CASES | MIXERS | COMPOSED | WHOLE)
     one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
     one.add_argument("--program", action="append", choices=list(gpu.PROGRAMS), help="may be repeated")
@@ -121,7 +122,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | MIXERS | COMPOSED)[name]
+        case = (CASES | MIXERS | COMPOSED | WHOLE)[name]
         for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
             yield name, case, T, label

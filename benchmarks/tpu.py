@@ -26,6 +26,7 @@ from benchmarks import regions, tpu_peers
 from benchmarks.cases import Composed
 from benchmarks.mixer import Mixer
 from benchmarks.turns import Turns, turns_of
+from benchmarks.whole import Whole
 from chunkwise.command import times
 from chunkwise.command.models import Layer
 from chunkwise.command.models import program as ours
@@ -75,24 +76,51 @@ def digest(traced) -> str:
     return hashlib.sha256(str(traced.jaxpr).encode()).hexdigest()[:12]
 
 
+# Operations that only move or convert numbers.
+_MOVES = {"bitcast", "broadcast", "concatenate", "constant", "convert", "copy", "copy-done", "copy-start"}
+_MOVES |= {"dynamic-slice", "dynamic-update-slice", "get-tuple-element", "pad", "parameter", "reshape", "reverse"}
+_MOVES |= {"slice", "transpose", "tuple"}
+
+
 def operations(text: str) -> int:
     """Return the cycles that the compiler expects of a program's operations, without kernels, from its compiled text.
 
     A loop counts for the iterations that the text tells, or once if it tells none; of a condition the most expensive
     branch counts.
     """
+    return operations_by_kind(text).total()
+
+
+def operations_by_kind(text: str) -> collections.Counter:
+    """Return `operations` by their kind.
+
+    Kinds are "products", fusions with a product of matrices; "copies", which only move or convert numbers; and
+    "others".
+    """
     parts = dict(re.findall(r"\n(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", f"\n{text}", re.DOTALL))
     entry = re.search(r"\nENTRY %?([\w.\-]+) ", f"\n{text}")
     assert entry is not None
 
-    def total(part: str) -> int:
-        cycles = 0
+    def kind(line: str) -> str:
+        called = re.search(r" fusion\(.*calls=%?([\w.\-]+)", line)
+        inside = [kind(x) for x in parts[called[1]].splitlines()] if called and called[1] in parts else []
+        if inside:
+            return "products" if "products" in inside else "others" if "others" in inside else "copies"
+        operation = re.search(r"[\])}] ([a-z][\w\-]*)\(", line)
+        if operation is None or operation[1] in _MOVES:
+            return "copies"
+        return "products" if operation[1] in ("convolution", "dot") else "others"
+
+    def total(part: str) -> collections.Counter:
+        cycles = collections.Counter()
         for line in parts[part].splitlines():
-            cycles += sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', line)))
+            if told := re.findall(r'"estimated_cycles":"(\d+)"', line):
+                cycles[kind(line)] += sum(map(int, told))
             if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
                 turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                cycles += total(body[1]) * (int(turns[1]) if turns else 1)
-            cycles += max(map(total, conditional_branches(line)), default=0)
+                for _ in range(int(turns[1]) if turns else 1):
+                    cycles += total(body[1])
+            cycles += max(map(total, conditional_branches(line)), key=lambda x: x.total(), default=collections.Counter())
         return cycles
 
     return total(entry[1])
@@ -193,12 +221,14 @@ def figures(
         kernel = sum(n for name, n in cycles.items() if name in moved)
         counted = counts(folder, set(moved), turns)
         # Without a profile, the text has the cycles.
-        around = sum(cycles.values()) - kernel if kernel else operations(text)
+        kinds = operations_by_kind(text)
+        around = sum(cycles.values()) - kernel if kernel else kinds.total()
         floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
         found = counted and {name: times.Launch(*counted[name], floor(n)) for name, n in moved.items()}
         return {
             "kernel_cycles": kernel or None,
             "around_cycles": around,
+            "operations": kinds,
             "bundles": found and sum(x.bundles for x in found.values()),
             "grid_steps": found and sum(x.grid_steps for x in found.values()),
             "launches": found,
@@ -215,6 +245,8 @@ def can_run(case, implementation: str, backward: bool) -> bool:
     """Return whether an implementation supports the case."""
     if implementation == "mixed":
         return isinstance(case, Mixer)
+    if isinstance(case, Whole):
+        return implementation in ("fused", "xla")
     if implementation in tpu_peers.PEERS:
         return tpu_peers.PEERS[implementation].has(case, backward)
     return True
@@ -227,7 +259,7 @@ def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool,
     """
     arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
     codes = [
-        f"from benchmarks.tpu import Composed, Layer, Mixer, estimate; estimate({arguments}, {x})"
+        f"from benchmarks.tpu import Composed, Layer, Mixer, Whole, estimate; estimate({arguments}, {x})"
         for x in dict.fromkeys((profile, False))
     ]
     return first_result(codes, timeout)

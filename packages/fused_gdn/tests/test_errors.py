@@ -39,6 +39,11 @@ def test_common(function, bad, message):
     ("config", "message"),
     [
         (Config(heads=3, heads_bwd=4), "`config.heads` must divide 4 value heads; got 3."),
+        (
+            Config(heads=4, heads_bwd=2),
+            "`config.heads_bwd` must be all 4 value heads, or so many that those of K = 16 and of V = 16 channels each "
+            "fill whole registers of 128; got 2.",
+        ),
         (Config(4, 4, turns=0), "`config.turns` must be a whole number above 0; got 0."),
         (Config(4, 4.0), "`config.heads_bwd` must be a whole number above 0; got 4.0."),
         (dict(heads=4), "`config` must be None or a chunkwise.fused_gdn.Config; got {'heads': 4}."),

@@ -12,6 +12,7 @@ from tests.recurrence import assert_recurrence
 THOROUGH = dict(
     test_shapes_with_states=lambda C: C < 128,
     test_gradients_where_nothing_is_forgotten=True,
+    test_widths=lambda K, V: (K, V) != (96, 192),
 )
 
 
@@ -28,6 +29,13 @@ def test_shapes_with_states(dtype, C, T, H, HV, K, V):
     x = make_inputs(2, T, H, HV, K, V, dtype=dtype, num_states=2, normalise=False)
     options = dict(chunk_size=C, use_qk_l2norm_in_kernel=True, scale=0.3, implementation="fused")
     assert_recurrence(chunk_gated_delta_rule, x, gradients=False, **options)
+
+
+@pytest.mark.parametrize(("K", "V"), [(16, 48), (64, 64), (80, 112), (96, 192), (160, 32), (192, 96), (256, 80)])
+def test_widths(K, V):
+    """Two key heads in a pack, whose tiles are no whole registers: gradients, too."""
+    x = make_inputs(1, 37, 2, 4, K, V, dtype=jnp.bfloat16, num_states=1)
+    assert_recurrence(chunk_gated_delta_rule, x, chunk_size=16, use_qk_l2norm_in_kernel=True, implementation="fused")
 
 
 def test_gradients_where_nothing_is_forgotten():

@@ -27,7 +27,7 @@ FOUR_HEADS = several_chunks_suite.Kernel(chunk_gated_delta_rule, lambda chunks: 
         # Two rows, of which the last grid step has one of three chunks, and this chunk some tokens.
         (jnp.float32, (2, 200, 1, 2, 24, 40), dict(num_states=2, gate="resets")),
         # Two blocks of heads, on a key head each, which the kernel scales to unit length.
-        (jnp.bfloat16, (1, 200, 2, 4, 24, 40), dict(normalise=False)),
+        (jnp.bfloat16, (1, 200, 2, 4, 128, 64), dict(normalise=False)),
         # Rounding of L where keys repeat, and step sizes near 2; four heads, whose grid step begins with the state.
         (jnp.bfloat16, (1, 192, 1, 4, 24, 40), dict(repeat_key=True, beta=1.9, num_states=1)),
     ],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, xla
+from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
@@ -28,11 +29,17 @@ def config_for(x: Arguments, options: Options) -> config.Config:
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     K, V = packed.pad_channels(K), packed.pad_channels(V)
     sizes = options.config or config.default_for(H, HV, options.chunk_size, K, V)
+    keys = H * config.key_repeats(H, HV, sizes)
     for name in ("heads", "heads_bwd"):
         heads = getattr(sizes, name)
         checks.check(
             HV % heads == 0,
             f"`config.{name}` must divide {HV} value heads; got {heads}.",
+        )
+        checks.check(
+            tuning.divides_groups(heads, keys, HV, K, V),
+            f"`config.{name}` must be all {HV} value heads, or so many that those of K = {K} and of V = {V} channels each "
+            f"fill whole registers of {tuning.LANES}; got {heads}.",
         )
     return sizes
 
