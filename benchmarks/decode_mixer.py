@@ -6,30 +6,50 @@ operations around it.
 
 import os
 import tempfile
+from dataclasses import dataclass
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-
 from benchmarks import step, tpu
 from benchmarks.mixer import Mixer
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Mixture, moved_bytes
-from chunkwise.layers import Cache, Step, delta_net, kimi
-from chunkwise.layers.config import GatedDeltaNetConfig, KimiDeltaAttentionConfig
-from chunkwise.layers.mixer import mixing, running
+from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2
+from chunkwise.layers.checkpoint.parameters import Initial
+from chunkwise.layers.mixer import running
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.kernels import launcher
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
-# Models with the heads that one of several devices has.
+_LAYERS = {
+    "gated_delta_rule": delta_net.LAYER, "kda": kimi.LAYER, "simple_gla": mamba2.LAYER, "lightning": lightning.LAYER,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decoder(Mixer):
+    """The work of a layer between its projections.
+
+    Attributes:
+      layer: the name of the layer in `_LAYERS`.
+    """
+
+    layer: str = "simple_gla"
+
+
+# Models, and what one of eight devices has of them. A norm over heads of several devices comes after the launch.
 MIXERS = {
     "qwen3-next-80b-tp8": Mixer("gated_delta_rule", H=2, HV=4),
     "qwen3.5-397b-tp8": Mixer("gated_delta_rule", H=2, HV=8),
     "kimi-linear-48b-tp8": Mixer("kda", H=4, HV=4, activation="sigmoid"),
     "qwen3-next-80b": Mixer("gated_delta_rule", H=16, HV=32),
+    "nemotron-h": Decoder("simple_gla", H=8, HV=128, V=64),
+    "nemotron-h-tp8": Decoder("simple_gla", H=1, HV=16, V=64),
+    "granite-4": Decoder("simple_gla", H=1, HV=128, V=64),
+    "minimax-text-01": Decoder("simple_gla", H=64, HV=64, layer="lightning"),
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
@@ -56,11 +76,13 @@ def mixtures(name: str) -> list[str]:
 
 
 def _layer(case: Mixer):
-    """Return the config of a layer, and its operators."""
-    sizes = dict(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
-    if case.operator == "kda":
-        return KimiDeltaAttentionConfig(**sizes), kimi._OPERATORS
-    return GatedDeltaNetConfig(**sizes), delta_net._OPERATORS
+    """Return the definition of a layer, and its config."""
+    layer = _LAYERS[getattr(case, "layer", case.operator)]
+    return layer, layer.config(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
+
+
+def _has_convolution(case: Mixer) -> bool:
+    return bool(_layer(case)[1].channels)
 
 
 def compile_mixer(
@@ -72,8 +94,13 @@ def compile_mixer(
     out in rows, otherwise in the default way.
     """
     compiler.setup(flags)
-    config, operators = _layer(case)
-    x = case.specs(mixture.T, jnp.bfloat16)
+    layer, config = _layer(case)
+    weights = jax.eval_shape(lambda key: layer.init(Initial(key, jnp.bfloat16), config), jax.random.key(0))
+    letters = layer.weights(**layer.split(config))
+    # Projections, of which the tokens are given.
+    projects = jax.tree.map(lambda of, y: of[0] == "." and y.ndim > 1, letters, weights)
+    tokens = lambda projects, y: jax.ShapeDtypeStruct((1, mixture.T, y.shape[1]), jnp.bfloat16) if projects else y
+    weights = jax.tree.map(tokens, projects, weights)
     slots = step.SLOTS * (mixture.W if mixture.replay else 1)
     conv = tuple(jax.ShapeDtypeStruct((slots, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
     pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
@@ -81,16 +108,14 @@ def compile_mixer(
     counts = {name: step_of.pop(name) for name in ("num_decodes", "num_sequences") if known}
     told = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), step_of)
 
-    def run(x, pool, told):
+    def run(weights, pool, told):
         over = running.Serving(pool, Step(**told, **counts), None, mixture.W if mixture.replay else None, "fused", None)
-        y, pool = mixing.over_step(
-            over, config, operators, [x[name] for name in "qkv"], [x[f"conv_{name}"] for name in "qkv"], x["g"],
-            x["beta"], x["z"], x["norm"], A_log=x["A_log"], dt_bias=x["dt_bias"], activation=case.activation, eps=1e-6,
-        )  # fmt: skip
-        return y.reshape(1, mixture.T, -1), pool
+        given = jax.tree.map(lambda projects, y: (lambda x: y) if projects else y, projects, weights)
+        given = given._replace(out=lambda y: y)
+        return layer.mix(jnp.zeros((1, mixture.T, 1), jnp.bfloat16), given, config, over)[:2]
 
     with step.leave_out_prefills(not mixture.over_array):
-        return compiler.compile_for(run, x, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,)).as_text()
+        return compiler.compile_for(run, weights, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,)).as_text()
 
 
 def _launch(text: str, mixed: bool = False) -> list[str]:
@@ -126,7 +151,7 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     are counted for one chip, where the compiler can profile it.
     """
     counted = (
-        f"from benchmarks.decode_mixer import Mixer, Mixture, count_around, count_kernel; "
+        f"from benchmarks.decode_mixer import Decoder, Mixer, Mixture, count_around, count_kernel; "
         f"of = {case!r}, {mixture!r}, {chip!r}; dict(count={{}})"
     )
     count = lambda call: tpu.first_result([counted.format(call)], timeout)
@@ -139,7 +164,7 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     if "count" not in kernel:
         return kernel
     around, (bundles, steps) = around["count"], kernel["count"]
-    channels = 2 * case.H * case.K + case.HV * case.V
+    channels = (2 * case.H * case.K + case.HV * case.V) * _has_convolution(case)
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s

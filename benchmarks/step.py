@@ -307,7 +307,7 @@ def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         lambda *refs: None, name=name, out_shape=out_shape, in_specs=[anywhere] * len(operands),
-        out_specs=[anywhere] * len(out_shape), input_output_aliases=input_output_aliases or {},
+        out_specs=jax.tree.map(lambda _: anywhere, out_shape), input_output_aliases=input_output_aliases or {},
     )(*operands)  # fmt: skip
 
 
