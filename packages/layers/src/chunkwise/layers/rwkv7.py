@@ -214,7 +214,11 @@ def _mix(
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution (2025).
     """
     _check_first(v_first, config, x)
-    valid, heads = run.valid_tokens(x), lambda y: running.by_head(y, config.H)
+    valid, heads, flat = (
+        run.valid_tokens(x),
+        lambda y: running.by_head(y, config.H),
+        lambda y: y.reshape(*x.shape[:2], -1),
+    )
     before, shifted = running.shift(run, x)
     wide = lambda y: y.astype(jnp.float32)
     added = lambda y, bias: wide(y) + wide(bias)[None, None]
@@ -227,29 +231,25 @@ def _mix(
     decay, rate, gate = (running.project(y, factor) for y, factor in zip(low, up, strict=True))
     decay = _LEAST * jax.nn.sigmoid(added(decay, w.decay_bias))
     rate = jax.nn.sigmoid(added(rate, w.rate_bias))
-    v = heads(v)
     if v_first is None:
         first = chunking.select_tokens(valid, v)
     else:
-        first = chunking.select_tokens(valid, v_first)
-        share = heads(jax.nn.sigmoid(added(running.project(x_v, *w.first), w.first_bias)))
+        first = chunking.select_tokens(valid, flat(v_first))
+        share = jax.nn.sigmoid(added(running.project(x_v, *w.first), w.first_bias))
         v = (wide(v) + (wide(first) - wide(v)) * share).astype(x.dtype)
-    kappa = _of_unit_length(heads(wide(k) * wide(w.k_k)[None, None]))
-    k = heads(wide(k) * (1 + (rate - 1) * wide(w.k_a)[None, None]))
-    narrow = lambda y: y.astype(x.dtype)
+    sums = lambda y: norm.sum_heads(run, y, config.H)
+    kappa = wide(k) * wide(w.k_k)[None, None]
+    # Zeros stay zeros, with a gradient that is finite.
+    kappa = kappa * jax.lax.rsqrt(jnp.maximum(sums(kappa * kappa), 1e-24))
+    k = wide(k) * (1 + (rate - 1) * wide(w.k_a)[None, None])
+    narrow = lambda y: heads(y.astype(x.dtype))
     o, state = run.operate(
-        _OPERATORS, heads(r), narrow(k), v, narrow(-kappa), narrow(kappa * heads(rate)), heads(decay), scale=1.0,
+        _OPERATORS, heads(r), narrow(k), heads(v), narrow(-kappa), narrow(kappa * rate), heads(decay), scale=1.0,
         min_gate=_PROMISE,
     )  # fmt: skip
-    own = jnp.sum(wide(heads(r)) * k * wide(w.r_k)[None, None], axis=-1, keepdims=True)
-    y = norm.layer_norm_heads(o, w.norm, w.norm_bias, config.eps) + own * wide(v)
-    y = narrow(y * heads(wide(gate)))
-    return running.project_out(y, w.out, x), caches.Cache((shifted,), state), first
-
-
-def _of_unit_length(y: jax.Array) -> jax.Array:
-    """Return y with an L2 norm of 1 in its last dimension; zeros stay zeros, with a gradient that is finite."""
-    return y * jax.lax.rsqrt(jnp.maximum(jnp.sum(y * y, axis=-1, keepdims=True), 1e-24))
+    own = sums(wide(r) * k * wide(w.r_k).reshape(1, 1, -1))
+    y = norm.layer_norm_heads(run, flat(o), w.norm, w.norm_bias, config.HV, config.eps) + own * wide(v)
+    return running.project_out(narrow(y * wide(gate)), w.out, x), caches.Cache((shifted,), state), heads(first)
 
 
 class _OverSequences(Protocol):
