@@ -140,7 +140,7 @@ def packed() -> str:
     rows, ways = tables.rows_of("packed-v6e"), {"forward": "forward_bundles", "both directions": "bundles"}
     many, one = "16 sequences", "one, not packed"
     lines = [{x: tables.only(rows, operator=name, form=x) for x in (many, one)} for name in tables.TITLES]
-    columns = {"16 sequences over one, v6e": tables.of(many, tables.title)}
+    columns = {"bundles of 16 sequences over those of one, v6e": tables.of(many, tables.title)}
     return tables.table(lines, columns | {way: tables.ratio(many, one, key) for way, key in ways.items()})
 
 
