@@ -27,8 +27,13 @@ class PlainText(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_):
         """Take the docstring that a decorator or a class above completed, and show it as it is meant."""
-        if (obj.is_class or (obj.is_function and obj.decorators)) and (text := inspect.getdoc(runtime(obj))):
+        decorated = obj.is_function and bool(obj.decorators)
+        made = runtime(obj) if obj.is_class or decorated else None
+        if made is not None and (text := inspect.getdoc(made)):
             obj.docstring = griffe.Docstring(text, parent=obj)
+            if decorated and any(x.kind is griffe.ParameterKind.var_keyword for x in obj.parameters):
+                # A decorator names them, too.
+                obj.parameters = function_of(obj.name, made).parameters
         if obj.docstring:
             names = [x.name for x in obj.parameters] if obj.is_function else []
             obj.docstring.value = as_markdown(inspect.cleandoc(obj.docstring.value), names)
@@ -50,7 +55,7 @@ def function_of(name: str, made) -> griffe.Function:
 
     def parameter(x: inspect.Parameter) -> griffe.Parameter:
         default = None if x.default is x.empty else getattr(x.default, "__name__", repr(x.default))
-        annotation = None if x.annotation is x.empty else inspect.formatannotation(x.annotation)
+        annotation = None if x.annotation is x.empty else inspect.formatannotation(x.annotation).removeprefix("~")
         kind = griffe.ParameterKind[x.kind.name.lower()]
         return griffe.Parameter(x.name, annotation=annotation, kind=kind, default=default)
 

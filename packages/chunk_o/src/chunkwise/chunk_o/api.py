@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.chunk_o import config as tiles
-from chunkwise.chunk_o import kernel, xla
-from chunkwise.shared import compat
+from chunkwise.chunk_o import kernel
 from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking, derivatives, gating, launcher
+from chunkwise.shared.kernels import chunking, launcher
 
 
 @unknown_arguments.explained
@@ -83,10 +82,5 @@ def _run(q, k, v, h, g_cum, g_gamma, scale, cu_seqlens, C: int, implementation: 
     q, k, v = chunks.split(q), chunks.split(k), chunks.split(v)  # [NC, H or HV, C, K or V]
     h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])  # [NC, HV, K, V]
     scale = jnp.asarray(scale, jnp.float32)
-    if implementation == "pallas":
-        operands = compat.vary_alike(q, k, v, h, g, scale.reshape(1))
-        o = kernel.output(*derivatives.of_kernel("chunk_fwd_o", operands), config)
-    else:
-        from_start, scores = jax.vmap(gating.decay_from_start)(g), jax.vmap(gating.decayed_scores)(q, k, g)
-        o = xla.output(q, k, v, h, from_start, scores, scale)
+    (o,) = kernel.OUTPUT.run(implementation, config.heads, q=q, k=k, v=v, h=h, g=g, scale=scale.reshape(1))
     return chunks.merge(o.astype(dtype))

@@ -1,10 +1,16 @@
-"""The contract: signatures and documentation; `operator` has the functions that they call."""
+"""The contract: signatures and documentation; `operator` has the functions that they call.
+
+The functions have no body: `signature` hands their arguments to the method that stands above each of them. `options`
+are keyword arguments of the function over whole sequences, and others that `forms` names.
+"""
+
+from typing import Unpack
 
 import jax
 
 from chunkwise.delta_product import operator
 from chunkwise.fused_gdn.config import Config
-from chunkwise.shared.call import signature
+from chunkwise.shared.call import forms, signature
 from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
@@ -69,30 +75,10 @@ def chunk_gated_delta_product(
 
 @signature.by_name(operator.recurrent, "recurrent", chunk_gated_delta_product)
 def recurrent_gated_delta_product(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    beta: jax.Array,
-    num_householder: int,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, num_householder: int,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Gated DeltaProduct token by token, the decode path: one new token or a few for every sequence, in one launch.
 
     Args:
@@ -108,36 +94,9 @@ def recurrent_gated_delta_product(
 
 @signature.by_name(operator.ragged, "ragged", chunk_gated_delta_product)
 def ragged_gated_delta_product(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    beta: jax.Array,
-    num_householder: int,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    decode_tokens: int | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, num_householder: int,
+    states: Pool, cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Gated DeltaProduct as one serving step: decodes, speculation and prefills over one pool of states.
 
     The boundaries, the blocks and the accepted tokens count tokens of q. A token takes n of the tokens of a ring, so

@@ -1,10 +1,16 @@
-"""The contract: signatures and documentation; `operator` has the functions that they call."""
+"""The contract: signatures and documentation; `operator` has the functions that they call.
+
+The functions have no body: `signature` hands their arguments to the method that stands above each of them. `options`
+are keyword arguments of the function over whole sequences, and others that `forms` names.
+"""
+
+from typing import Unpack
 
 import jax
 
 from chunkwise.dplr import operator
 from chunkwise.kda.config import Config
-from chunkwise.shared.call import signature
+from chunkwise.shared.call import forms, signature
 from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
@@ -101,24 +107,9 @@ def chunk_rwkv7(
 
 @signature.by_name(operator.recurrent, "recurrent", chunk_dplr_delta_rule)
 def recurrent_dplr_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    min_gate: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, gk: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """The delta rule with diagonal plus low-rank transitions token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
@@ -129,24 +120,9 @@ def recurrent_dplr_delta_rule(
 
 @signature.by_name(operator.recurrent, "recurrent", chunk_rwkv7)
 def recurrent_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    scale: float | None = 1.0,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    min_gate: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    r: jax.Array, w: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, scale: float | None = 1.0,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """RWKV-7 token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
@@ -157,30 +133,9 @@ def recurrent_rwkv7(
 
 @signature.by_name(operator.ragged, "ragged", chunk_dplr_delta_rule)
 def ragged_dplr_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    gk: jax.Array,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    decode_tokens: int | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    scale: float | None = None,
-    min_gate: float | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, gk: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """The delta rule with diagonal plus low-rank transitions as one serving step, of RWKV-7 with scale=1.0.
 
     The boundaries, the blocks and the accepted tokens count tokens of q. A token takes two of the tokens of a ring, so

@@ -1,10 +1,16 @@
-"""The contract: signatures and documentation; `operator` has the records that they call."""
+"""The contract: signatures and documentation; `operator` has the records that they call.
+
+The functions have no body: `signature` hands their arguments to the method that stands above each of them. `options`
+are keyword arguments of the function over whole sequences, and others that `forms` names.
+"""
+
+from typing import Unpack
 
 import jax
 
 from chunkwise.fused_gla.config import Config
 from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
-from chunkwise.shared.call import signature
+from chunkwise.shared.call import forms, signature
 from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
@@ -96,22 +102,10 @@ def chunk_gla(
 
 @signature.of(SIMPLE_GLA.recurrent, chunk_simple_gla)
 def recurrent_simple_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None = None,
-    g_gamma: jax.Array | None = None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, g_gamma: jax.Array | None = None,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return simple gated linear attention token by token, in one launch.
 
     Args:
@@ -126,21 +120,9 @@ def recurrent_simple_gla(
 
 @signature.of(GLA.recurrent, chunk_gla)
 def recurrent_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return gated linear attention, with a gate per channel, token by token, in one launch.
 
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32.
@@ -152,28 +134,9 @@ def recurrent_gla(
 
 @signature.of(SIMPLE_GLA.ragged, chunk_simple_gla)
 def ragged_simple_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    g_gamma: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    decode_tokens: int | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    scale: float | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, states: Pool, cu_seqlens: jax.Array,
+    state_indices: jax.Array, *, g_gamma: jax.Array | None = None, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Simple gated linear attention as one serving step: decodes, speculation and prefills over one pool of states.
 
     It serves retention, lightning attention and Mamba-2, too.

@@ -1,10 +1,16 @@
-"""The contract: signatures and documentation; `operator` has the record that they call."""
+"""The contract: signatures and documentation; `operator` has the record that they call.
+
+The functions have no body: `signature` hands their arguments to the method that stands above each of them. `options`
+are keyword arguments of the function over whole sequences, and others that `forms` names.
+"""
+
+from typing import Unpack
 
 import jax
 
 from chunkwise.kda.config import Config
 from chunkwise.kda.operator import OPERATOR
-from chunkwise.shared.call import signature
+from chunkwise.shared.call import forms, signature
 from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
@@ -60,30 +66,9 @@ def chunk_kda(
 
 @signature.of(OPERATOR.recurrent, chunk_kda)
 def recurrent_kda(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Kimi delta attention token by token, the decode path: one new token or a few for every sequence, in one launch.
 
     Accuracy: 5e-7 relative to the recurrence in float64; everything is computed in float32, with sums in the place of
@@ -96,35 +81,8 @@ def recurrent_kda(
 
 @signature.of(OPERATOR.ragged, chunk_kda)
 def ragged_kda(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    decode_tokens: int | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, states: Pool, cu_seqlens: jax.Array,
+    state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Kimi delta attention as one serving step: decodes, speculation and prefills over one pool of states."""
     ...

@@ -5,10 +5,9 @@ import functools
 import jax
 
 from chunkwise.kkt import config as tiles
-from chunkwise.kkt import kernel, xla
-from chunkwise.shared import compat
+from chunkwise.kkt import kernel
 from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking, derivatives
+from chunkwise.shared.kernels import chunking
 
 
 @unknown_arguments.explained
@@ -66,9 +65,7 @@ def chunk_scaled_dot_kkt(
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _run(k, p, beta, g_cum, cu_seqlens, chunk_size, implementation, config):
     chunks = chunking.Chunking(*k.shape[:2], chunk_size, cu_seqlens)
-    beta = chunks.split_rows(beta)
-    rows = None if p is None else chunks.split(p)
-    operands = compat.vary_alike(chunks.split(k), rows, beta, chunks.split_gates(g_cum, beta.shape[1]))
-    if implementation == "pallas":
-        return chunks.merge(kernel.kkt(*derivatives.of_kernel("chunk_scaled_dot_kkt", operands), config))
-    return chunks.merge(xla.kkt(*operands))
+    beta, p = chunks.split_rows(beta), None if p is None else chunks.split(p)
+    g = chunks.split_gates(g_cum, beta.shape[1])
+    (A,) = kernel.KKT.run(implementation, config.heads, k=chunks.split(k), beta=beta, g=g, p=p)
+    return chunks.merge(A)

@@ -25,14 +25,10 @@ def _scores(k, g, p):
 
 
 def kkt_bwd_tile(k, beta, g, dA, p=None):
-    """Return dk [HV, C, K], dbeta [HV, 1, C], dg in the form of g, and dp if there is a p [HV, C, K].
-
-    The operands of the forward are read, and dA [HV, C, C].
-    """
+    """Return the gradients by name, k and p [HV, C, K], from the operands of the forward and dA [HV, C, C]."""
     dbeta = jnp.sum(dA * _scores(k, g, p), axis=2, keepdims=True)  # [HV, C, 1]
     k = tiles.repeat_heads(k, beta.shape[0])  # [HV, C, K]
     d_row, d_column, dg = gating.decayed_scores_bwd(k if p is None else p, k, g, tiles.to_column(beta) * dA)
-    if p is not None:
-        return d_column, tiles.to_row(dbeta), dg, d_row
-    # Every key occurs in a row and in a column.
-    return d_row + d_column, tiles.to_row(dbeta), dg
+    gradients = {"beta": tiles.to_row(dbeta), "g": dg}
+    # Without erase keys, every key occurs in a row and in a column.
+    return gradients | ({"k": d_row + d_column} if p is None else {"k": d_column, "p": d_row})

@@ -1,9 +1,15 @@
-"""The contract: signatures and documentation; `operator` has the records that they call."""
+"""The contract: signatures and documentation; `operator` has the records that they call.
+
+The functions have no body: `signature` hands their arguments to the method that stands above each of them. `options`
+are keyword arguments of the function over whole sequences, and others that `forms` names.
+"""
+
+from typing import Unpack
 
 import jax
 
 from chunkwise.kda.config import Config
-from chunkwise.shared.call import signature
+from chunkwise.shared.call import forms, signature
 from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
@@ -67,32 +73,9 @@ def chunk_gdn2(
 
 @signature.of(GDN2.recurrent, chunk_gdn2)
 def recurrent_gdn2(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    b: jax.Array,
-    w: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_erase_sigmoid_in_kernel: bool = False,
-    use_write_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, b: jax.Array, w: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """GDN-2, the gated delta rule with erase and write gates, token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
@@ -103,38 +86,9 @@ def recurrent_gdn2(
 
 @signature.of(GDN2.ragged, chunk_gdn2)
 def ragged_gdn2(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    b: jax.Array,
-    w: jax.Array,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    decode_tokens: int | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_erase_sigmoid_in_kernel: bool = False,
-    use_write_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, b: jax.Array, w: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """GDN-2, the gated delta rule with erase and write gates, as one serving step."""
     ...
 
@@ -191,31 +145,9 @@ def chunk_comba(
 
 @signature.of(COMBA.recurrent, chunk_comba)
 def recurrent_comba(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    p: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array, beta: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Comba, the gated delta rule with separate erase keys, token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
@@ -226,36 +158,8 @@ def recurrent_comba(
 
 @signature.of(COMBA.ragged, chunk_comba)
 def ragged_comba(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    p: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    decode_tokens: int | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
+    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array, beta: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Comba, the gated delta rule with separate erase keys, as one serving step."""
     ...

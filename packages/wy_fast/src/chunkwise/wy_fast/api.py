@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.shared import compat, tuning
+from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, configs, docstrings, unknown_arguments
-from chunkwise.shared.kernels import chunking, derivatives, gating
+from chunkwise.shared.kernels import chunking
 from chunkwise.wy_fast import config as tiles
-from chunkwise.wy_fast import kernel, xla
+from chunkwise.wy_fast import kernel
 
 
 @unknown_arguments.explained
@@ -68,11 +68,14 @@ def recompute_w_u(
 @functools.partial(jax.jit, static_argnums=(6, 7))
 def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     chunks = chunking.Chunking(*A_inv.shape[:2], A_inv.shape[3], cu_seqlens)
-    g = chunks.split_gates(g_cum, v.shape[2])
-    operands = chunks.split(k), chunks.split(v), chunks.split(A_inv.astype(jnp.float32)), chunks.split_rows(beta)
-    if implementation == "pallas":
-        operands = derivatives.of_kernel("recompute_w_u", compat.vary_alike(*operands, g))
-        w, u = kernel.w_u(*operands, config)
-    else:
-        w, u = xla.w_u(*operands, jax.vmap(gating.decay_from_start)(g))
+    g, A_inv = chunks.split_gates(g_cum, v.shape[2]), chunks.split(A_inv.astype(jnp.float32))
+    w, u = kernel.W_U.run(
+        implementation,
+        config.heads,
+        k=chunks.split(k),
+        v=chunks.split(v),
+        A_inv=A_inv,
+        beta=chunks.split_rows(beta),
+        g=g,
+    )
     return chunks.merge(w), chunks.merge(u)

@@ -14,7 +14,7 @@ def decayed_keys(k, from_start):
     return tiles.repeat_heads(k, from_start.shape[0]).astype(jnp.float32) * from_start
 
 
-def wy_tile(k, v, A_inv, beta, from_start):
+def wy_tile(k, v, A_inv, beta, g):
     """Return the effective keys and values of one chunk.
 
     Args:
@@ -22,22 +22,17 @@ def wy_tile(k, v, A_inv, beta, from_start):
       v: [HV, C, V].
       A_inv: [HV, C, C].
       beta: [HV, 1, C]; it multiplies the columns of A_inv.
-      from_start: [HV, C, 1 or K], the decay e^G from the start of the chunk to each token.
+      g: cumulative gates in nats, rows [HV, 1, C] or per channel [HV, C, K].
 
     Returns:
       w [HV, C, K] and u [HV, C, V], float32.
     """
     scaled = A_inv * beta  # [HV, C, C]
-    return matmul.dot(scaled, decayed_keys(k, from_start)), matmul.dot(scaled, v)
-
-
-def wy_gates_tile(k, v, A_inv, beta, g):
-    """Return `wy_tile` from cumulative gates, rows [HV, 1, C] or per channel [HV, C, K]."""
-    return wy_tile(k, v, A_inv, beta, gating.decay_from_start(g))
+    return matmul.dot(scaled, decayed_keys(k, gating.decay_from_start(g))), matmul.dot(scaled, v)
 
 
 def wy_bwd_tile(k, v, A_inv, beta, g, dw, du):
-    """Return dk [HV, C, K], dv [HV, C, V], dA_inv [HV, C, C], dbeta [HV, 1, C] and dg; operands as in the forward."""
+    """Return the gradients by name, k [HV, C, K], from the operands of the forward, dw [HV, C, K] and du [HV, C, V]."""
     from_start = gating.decay_from_start(g)  # [HV, C, 1 or K]
     decayed = decayed_keys(k, from_start)  # [HV, C, K]
     scaled = A_inv * beta  # [HV, C, C]
@@ -45,4 +40,5 @@ def wy_bwd_tile(k, v, A_inv, beta, g, dw, du):
     ddecayed = matmul.dot_tn(scaled, dw)  # [HV, C, K]
     dbeta = jnp.sum(A_inv * dscaled, axis=1, keepdims=True)  # [HV, 1, C]
     dg = gating.gate_gradient(decayed * ddecayed, g)
-    return from_start * ddecayed, matmul.dot_tn(scaled, du), beta * dscaled, dbeta, dg
+    dv = matmul.dot_tn(scaled, du)  # [HV, C, V]
+    return {"k": from_start * ddecayed, "v": dv, "A_inv": beta * dscaled, "beta": dbeta, "g": dg}

@@ -1,13 +1,12 @@
 """Public functions of operators, made from a signature and a docstring; their arguments become records by name."""
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from chunkwise.shared import tuning
-from chunkwise.shared.call import docstrings, unknown_arguments, untouched
+from chunkwise.shared.call import docstrings, forms, unknown_arguments, untouched
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.call.gates import GateActivation
 
@@ -38,22 +37,20 @@ def by_name(
     complete = docstrings.completed(docstrings.KINDS.get(kind, ""), like)
 
     def decorate(function: Function) -> Function:
+        known = forms.with_options(function, like)
+        cast("Any", function).__signature__ = known
         function = complete(function)
-        parameters = inspect.signature(function).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
-        check = unknown_arguments.explained(function)
-        scale = [*parameters].index("scale") if "scale" in parameters else None
-        renamed = {old: new for old, new in RENAMED.items() if new in parameters}
+        defaults = {name: parameter.default for name, parameter in known.parameters.items()}
+        scale = [*defaults].index("scale") if "scale" in defaults else None
+        renamed = {old: new for old, new in RENAMED.items() if new in defaults}
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             for old, new in renamed.items():
                 if old in kwargs:
                     kwargs = with_new_name(function.__name__, kwargs, old, new)
-            # The body is empty: this call only makes Python raise its error where the arguments do not fit.
-            check(*args, **kwargs)
+            named = defaults | unknown_arguments.bind(function.__name__, known, args, kwargs)
             warn_chunk_size(args[scale] if scale is not None and len(args) > scale else None)
-            named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
             if untouched.may_be_replaced():
                 return untouched.run(run, *split(named))
             return run(*split(named))

@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -80,6 +80,15 @@ def explained(function: Function, instead: Mapping[str, str] = INSTEAD) -> Funct
         return function(*args, **kwargs)
 
     return cast("Function", call)
+
+
+def bind(function: str, known: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, or raise TypeError as `explained` does."""
+    check(function, [name for name in kwargs if name not in known.parameters], known.parameters, INSTEAD)
+    try:
+        return known.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{function}() {error}") from None
 
 
 def check(function: str, unknown: Sequence[str], known: Iterable[str], instead: Mapping[str, str]) -> None:

@@ -1,89 +1,97 @@
-"""Launching a function of tiles over all chunks and heads: the form of every kernel that carries no state."""
+"""Stages: functions of the tiles of one chunk, run over all chunks and heads; the form of every one without a state."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import compat
-from chunkwise.shared.kernels import launcher, windows
+from chunkwise.shared.kernels import derivatives, gating, launcher, tiles, windows
+
+# The operands and results of a stage by name: chunks [NC, H or HV, rows, columns], or a scalar [1], float32.
+Chunks = Mapping[str, jax.Array]
 
 
-def map_chunks(
-    tile: Callable,
-    operands: Sequence[jax.Array],
-    *,
-    name: str,
-    HV: int,
-    heads: int,
-    outputs: Sequence[tuple[tuple[int, ...], jax.typing.DTypeLike]],
-    cost: pl.CostEstimate,
-    scalars: Sequence[jax.Array] = (),
-) -> list[jax.Array]:
-    """Run `tile` on every chunk, `heads` value heads in lock-step, as one Pallas launch.
+@dataclass(frozen=True)
+class Stage:
+    """A function of the tiles of one chunk, and its gradient.
 
-    Args:
-      tile: takes the scalars, and a tile [h, rows, columns] of every operand; returns a tuple of tiles
-        [heads, rows, columns]. h is `heads` for operands with a head per value head, and fewer for operands whose heads
-        are shared.
-      operands: chunks [NC, H or HV, rows, columns].
-      name: name of the kernel.
-      HV: value heads.
-      heads: value heads of a grid step, from `choose_heads`.
-      outputs: ((rows, columns), dtype) of every result; its head dimension is HV.
-      cost: the cost of the launch, for the scheduler of XLA.
-      scalars: float32 [1] arrays, kept in scalar memory; they may be traced, so a kernel cannot capture them.
-
-    Returns:
-      The results [NC, HV, rows, columns].
+    Attributes:
+      name: the public function, whose kernels have its name.
+      tile: takes tiles [h, rows, columns], and scalars, by name, and returns a tuple of tiles [HV, rows, columns]. Keys
+        of H heads are k; g are cumulative gates of HV heads.
+      tile_bwd: takes the cotangents of the results, too, each with a leading d, and returns the gradients by the names
+        of the operands, for all HV heads; scalars get none.
+      results: from the operands to ((rows, columns), dtype) of every result by name.
+      cost: `cost` of the package.
     """
-    NC = operands[0].shape[0]
-    first_output = len(scalars) + len(operands)
+
+    name: str
+    tile: Callable[..., tuple[jax.Array, ...]]
+    tile_bwd: Callable[..., dict[str, jax.Array]]
+    results: Callable[..., dict[str, tuple]]
+    cost: Callable[..., pl.CostEstimate]
+
+    def run(self, implementation: str, heads: int, **operands: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Return the results, by a kernel of `heads` value heads a grid step or in plain JAX; None is no operand."""
+        x = {name: y for name, y in operands.items() if y is not None}
+        x = compat.vary_over(compat.varying_axes(*x.values()), x)
+        if implementation == "pallas":
+            return _run(self, heads, derivatives.of_kernel(self.name, x))
+        scalars = {name: y[0] for name, y in x.items() if y.ndim == 1}
+        chunks = {name: y for name, y in x.items() if y.ndim > 1}
+        return jax.vmap(lambda chunk: self.tile(**chunk, **scalars))(chunks)
+
+
+def _launch(stage: Stage, heads: int, tile: Callable, x: Chunks, direction: str, results: Mapping[str, tuple]) -> list:
+    """Run `tile`, which returns tiles by the names of `results`, on every chunk, `heads` value heads in lock-step."""
+    k, g = x["k"], x["g"]
+    NC, HV = g.shape[:2]
+    # A traced scalar cannot be captured by a kernel.
+    scalars = [name for name, y in x.items() if y.ndim == 1]
+    names = [*scalars, *(name for name in x if name not in scalars)]
 
     def kernel(*refs):
-        values = [ref[0] for ref in refs[: len(scalars)]] + [ref[...] for ref in refs[len(scalars) : first_output]]
-        for ref, value in zip(refs[first_output:], tile(*values), strict=True):
-            ref[...] = value.astype(ref.dtype)
+        read = {name: ref[0] if name in scalars else ref[...] for name, ref in zip(names, refs, strict=False)}
+        found = tile(**read)
+        for name, ref in zip(results, refs[len(names) :], strict=True):
+            ref[...] = found[name].astype(ref.dtype)
 
-    results = [compat.out_struct((NC, HV, *tail), dtype, *operands) for tail, dtype in outputs]
+    chunks = [x[name] for name in names[len(scalars) :]]
     return launcher.pallas_call(
         kernel,
-        *scalars,
-        *operands,
-        name=name,
+        *(x[name] for name in names),
+        name=f"{stage.name}_{direction}_{gating.suffix(k, g)}",
         num_scalar_prefetch=len(scalars),
         # Chunks and blocks of heads are independent: no state is carried.
         grid=(NC, HV // heads),
         dimension_semantics=("parallel", "parallel"),
-        in_specs=[windows.head_block(heads, *x.shape[2:], group=HV // x.shape[1]) for x in operands],
-        out_specs=[windows.head_block(heads, *tail) for tail, _ in outputs],
-        out_shape=results,
-        cost_estimate=cost,
+        in_specs=[windows.head_block(heads, *y.shape[2:], group=HV // y.shape[1]) for y in chunks],
+        out_specs=[windows.head_block(heads, *tail) for tail, _ in results.values()],
+        out_shape=[compat.out_struct((NC, HV, *tail), dtype, *x.values()) for tail, dtype in results.values()],
+        cost_estimate=stage.cost(**gating.sizes(k, g, x.get("v")), backward=direction == "bwd"),
     )
 
 
-def float32_of(*arrays: jax.Array) -> list[tuple[tuple[int, ...], jax.typing.DTypeLike]]:
-    """Return the `outputs` of `map_chunks` that have the rows and columns of arrays, in float32."""
-    return [(x.shape[2:], jnp.float32) for x in arrays]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(stage: Stage, heads: int, x: Chunks) -> tuple[jax.Array, ...]:
+    results = stage.results(**x)
+    tile = lambda **read: dict(zip(results, stage.tile(**read), strict=True))
+    return tuple(_launch(stage, heads, tile, x, "fwd", results))
 
 
-def differentiable(launch: Callable, launch_bwd: Callable) -> Callable:
-    """Return launch(*operands, cut) with a gradient: launch_bwd(*operands, *cotangents, cut).
+def _backward(stage: Stage, heads: int, x: Chunks, cotangents: tuple[jax.Array, ...]) -> tuple[dict[str, Any]]:
+    HV, arrays = x["g"].shape[1], {name: y for name, y in x.items() if y.ndim > 1}
+    d = {f"d{name}": y for name, y in zip(stage.results(**x), cotangents, strict=True)}
+    # The kernel writes a gradient for every value head; those of heads that share a key head are added up here.
+    results = {name: (y.shape[2:], y.dtype if y.shape[1] == HV else jnp.float32) for name, y in arrays.items()}
+    found = _launch(stage, heads, stage.tile_bwd, {**x, **d}, "bwd", results)
+    added_up = lambda y, like: tiles.sum_groups(y, like.shape[1]).astype(like.dtype) if like.shape[1] < HV else y
+    return (dict.fromkeys(x) | dict(zip(arrays, map(added_up, found, arrays.values()), strict=True)),)
 
-    Args:
-      launch: runs a kernel on operands, of which some may be None, with tile sizes; returns its results.
-      launch_bwd: returns a gradient for every operand, None for no gradient.
-    """
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def run(cut, operands: tuple):
-        return launch(*operands, cut)
-
-    def backward(cut, operands: tuple, cotangents: jax.Array | tuple[jax.Array, ...]):
-        cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
-        return (launch_bwd(*operands, *cotangents, cut),)
-
-    run.defvjp(lambda cut, operands: (launch(*operands, cut), operands), backward)
-    return lambda *arguments: run(arguments[-1], arguments[:-1])
+_run.defvjp(lambda stage, heads, x: (_run(stage, heads, x), x), _backward)
