@@ -8,7 +8,7 @@ docs/data, and with --write it writes them all.
 import re
 from pathlib import Path
 
-from benchmarks.figures import evidence, kernels, machine, pictures, serving, stages, tables  # noqa: F401
+from benchmarks.figures import evidence, kernels, machine, pictures, serving, tables  # noqa: F401
 
 BLOCK = re.compile(r"^<!-- figures: ([\w-]+) -->\n(?:.+\n)*", re.MULTILINE)
 

@@ -32,18 +32,6 @@ def points() -> tuple[list[dict], list[dict]]:
 
 
 @tables.block
-def calibration() -> str:
-    """How sure a time is."""
-    low, high = times.WORST
-    return (
-        f"The times are those of the device, by a formula that was fitted to {len(points()[0])} times that other\n"
-        f"libraries publish of their kernels on a v6e and a TPU7x. There it is wrong by "
-        f"{tables.percent(times.SPREAD)} on average, and\npredicts "
-        f"{tables.decimals(low)} to {tables.decimals(high)} of the time."
-    )
-
-
-@tables.block
 def calibration_fit() -> str:
     """The formula, and how far it is from the points."""
     inside, _ = points()

@@ -1,7 +1,5 @@
 """Figures of kernels on TPUs that are not here: what their compiler says, and the times that a formula makes of it."""
 
-import functools
-
 from benchmarks.cases import CASES
 from benchmarks.figures import tables
 from chunkwise.command import times
@@ -16,22 +14,6 @@ MODELS = {
     "minimax-text-01": "MiniMax",
     "gla": "GLA, 16 heads",
 }
-COST = "**Cost.** The compiler estimates for v6e, in bfloat16 with K = V = 128, that a forward of"
-
-
-def beside_tokamax() -> list[dict]:
-    """Return the rows of KDA, ours and tokamax's of the same sizes."""
-    rows = tables.rows_of("tpu-kda")
-    peer = lambda x: tables.only(rows, implementation="tokamax", T=x["T"], chip=x["chip"])
-    return [{"ours": x, "tokamax": peer(x)} for x in tables.select(rows, implementation="fused")]
-
-
-@tables.block
-def tpu_kda_short() -> str:
-    """The same for readers of the README."""
-    ms = lambda row: f"{tables.decimals(row['estimate_ms'])} ms"
-    columns = {"T": tables.of("ours", tables.count("T")), "chip": tables.of("ours", "chip")}
-    return tables.table(beside_tokamax(), columns | {"kda": tables.of("ours", ms), "tokamax": tables.of("tokamax", ms)})
 
 
 @tables.block
@@ -46,35 +28,6 @@ def tpu_layers() -> str:
 def layer_of(case: str, way: str = "forward") -> dict:
     """Return the row of a layer on a v6e."""
     return tables.only(tables.rows_of("tpu-layers"), case=case, chip="v6e", way=way)
-
-
-def estimate(row: dict) -> str:
-    """Return the time of a forward, predicted from the compiler's estimate, and the least time of its bytes."""
-    return f"{tables.decimals(row['estimate_ms'])} ms, where memory alone takes {tables.decimals(row['floor_ms'])} ms"
-
-
-def cost(case: str, heads: str) -> str:
-    """Return the sentences on the cost of an operator with these heads."""
-    row, both = (layer_of(case, way) for way in tables.PASSES)
-    counts = [tables.whole(x["bundles"]) for x in (row, both)]
-    return (
-        f"{COST} T = {tables.whole(row['T'])}{heads}\ntakes {estimate(row)}. It counts {counts[0]} bundles forward, "
-        f"and {counts[1]} in both directions, which take {tables.decimals(both['estimate_ms'])} ms."
-    )
-
-
-tables.BLOCKS["cost-gdn"] = functools.partial(cost, "qwen3-next-80b", ", H = 16 and HV = 32")
-tables.BLOCKS["cost-kda"] = functools.partial(cost, "kimi-linear-48b", " and H = 32")
-
-
-@tables.block
-def cost_gla() -> str:
-    """The cost of gated linear attention."""
-    gla, simple = layer_of("gla"), layer_of("minimax-text-01")
-    return (
-        f"{COST} T = {tables.whole(gla['T'])} takes, for GLA with\n"
-        f"H = 16, {estimate(gla)}, and for simple GLA with H = 64\n{estimate(simple)}."
-    )
 
 
 @tables.block
@@ -187,7 +140,7 @@ def packed() -> str:
     rows, ways = tables.rows_of("packed-v6e"), {"forward": "forward_bundles", "both directions": "bundles"}
     many, one = "16 sequences", "one, not packed"
     lines = [{x: tables.only(rows, operator=name, form=x) for x in (many, one)} for name in tables.TITLES]
-    columns = {"16 sequences over one, v6e": tables.of(many, tables.title)}
+    columns = {"bundles of 16 sequences over those of one, v6e": tables.of(many, tables.title)}
     return tables.table(lines, columns | {way: tables.ratio(many, one, key) for way, key in ways.items()})
 
 

@@ -115,6 +115,15 @@ def accuracy_worst() -> str:
 
 
 @tables.block
+def stage_gates() -> str:
+    """The error of a chain of stages by its gates."""
+    some = "logsigmoid", "100 logsigmoid", "logsigmoid / 100, and -30 on every fourth token"
+    rows = [row for row in tables.rows_of("stage-gates") if row["gates"] in some]
+    cell = lambda C: lambda row: f"{row['errors'][C]:.1e}"
+    return tables.table(rows, {"gates": "gates"} | {f"C = {C}": cell(C) for C in rows[0]["errors"]})
+
+
+@tables.block
 def long_texts() -> str:
     """Errors of texts of which nothing is forgotten."""
     rows = [row for row in tables.rows_of("long-texts") if "but" not in row]

@@ -1,6 +1,5 @@
 """Pictures of docs/data, as SVG for light and dark pages: rows of dots on axes of times, one panel beside another."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -22,6 +21,8 @@ THEMES = {
 LABELS, WIDTH, LINE, TOP, BOTTOM = 190, 910, 20, 40, 26
 # A dot of a kind: a circle, a square, a triangle or a diamond of about one size.
 SHAPES = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z", "M-4,-4h7v7h-7z", "M0,-5l5,8h-10z", "M0,-5l5,5l-5,5l-5,-5z")
+# What is drawn of a row of a layer.
+PARTS = {"chunkwise": "estimate_ms", "its bytes": "floor_ms"}
 PICTURES: dict[str, Callable[[], "Picture"]] = {}
 
 
@@ -106,16 +107,16 @@ def files(name: str) -> dict[str, str]:
     return {f"docs/images/{name}{theme}.svg": draw(PICTURES[name](), theme) for theme in THEMES}
 
 
-def _shown(name: str) -> str:
+def _shown(name: str, text: str, folder: str = "images") -> str:
     """Return the line of a page that shows a picture."""
-    dark = f'<source media="(prefers-color-scheme: dark)" srcset="images/{name}-dark.svg">'
-    return f"<picture>{dark}![{PICTURES[name]().text()}](images/{name}.svg)</picture>"
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{folder}/{name}-dark.svg">'
+    return f"<picture>{dark}![{text}]({folder}/{name}.svg)</picture>"
 
 
 def picture(function: Callable[[], Picture]) -> Callable[[], Picture]:
     """Register a function as the picture with its name, and as the block that shows it."""
     name = function.__name__.replace("_", "-")
-    PICTURES[name], tables.BLOCKS[name] = function, functools.partial(_shown, name)
+    PICTURES[name], tables.BLOCKS[name] = function, lambda: _shown(name, function().text())
     return function
 
 
@@ -141,7 +142,11 @@ def layer_times() -> Picture:
     return Picture("Predicted ms of a forward of 8,192 tokens", dict(_by(rows, keys, lambda row: row["ms"])))
 
 
-PARTS = {"chunkwise": "estimate_ms", "its bytes": "floor_ms"}
+@tables.block
+def first_picture() -> str:
+    """The same for the README, with the figures of a v6e as its text; the page on performance has all."""
+    title, panels = layer_times()
+    return _shown("layer-times", Picture(title, {"v6e": panels["v6e"]}).text(), "docs/images")
 
 
 @picture

@@ -9,8 +9,6 @@ BLOCKS: dict[str, Callable[[], str]] = {}
 NONE = "-"
 TITLES = {"gated_delta_rule": "gated delta rule", "kda": "KDA", "gla": "GLA", "simple_gla": "simple GLA"}
 PASSES = {"forward": "forward", "forward+backward": "forward and backward"}
-# The counts from which a time is computed, by the titles of their columns.
-COUNTS = {"bundles": "bundles", "grid steps": "grid_steps", "cycles of operations": "around_cycles"}
 
 Cell = Callable[[dict], str]
 
@@ -114,8 +112,3 @@ def title(row: dict) -> str:
 def way(row: dict) -> str:
     """Return the pass of a row."""
     return PASSES[row["pass"]]
-
-
-def cycles(row: dict) -> int | None:
-    """Return the cycles of the kernels of a row and of the operations around them."""
-    return None if row.get("kernel_cycles") is None else row["kernel_cycles"] + row["around_cycles"]
