@@ -60,7 +60,7 @@ def chunk_gla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
@@ -80,7 +80,7 @@ def chunk_gla(
 
     Args:
       g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything
-        before. It has any of these types.
+        before. It has any of these types. None for no decay, as `chunk_simple_gla` without gates.
 
     Raises:
       NotImplementedError: "fused", if a head is too large for fast memory.
@@ -129,7 +129,7 @@ def recurrent_gla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,

@@ -14,7 +14,7 @@ def chunk_kda(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -46,6 +46,7 @@ def chunk_kda(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
+        None for no decay, whose kernels read one number a head in its place.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
       gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02, and .04 if K is 128, there is
@@ -63,7 +64,7 @@ def recurrent_kda(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -99,7 +100,7 @@ def ragged_kda(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     states: Pool,
     cu_seqlens: jax.Array,

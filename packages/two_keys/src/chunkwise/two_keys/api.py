@@ -14,7 +14,7 @@ def chunk_gdn2(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     b: jax.Array,
     w: jax.Array,
     scale: float | None = None,
@@ -48,6 +48,7 @@ def chunk_gdn2(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
+        None for no decay.
       b: erase gates [B, T, HV, K], from 0 to 1, or to 2 if negative eigenvalues are allowed. |k . p| must be at most 2,
         otherwise states grow without bound.
       w: write gates [B, T, HV, V].
@@ -70,7 +71,7 @@ def recurrent_gdn2(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     b: jax.Array,
     w: jax.Array,
     scale: float | None = None,
@@ -106,7 +107,7 @@ def ragged_gdn2(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     b: jax.Array,
     w: jax.Array,
     states: Pool,
@@ -145,7 +146,7 @@ def chunk_comba(
     k: jax.Array,
     v: jax.Array,
     p: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -177,7 +178,8 @@ def chunk_comba(
     Args:
       p: erase keys [B, T, H, K].
       g: log decay [B, T, HV] in nats, at most 0, of any strength. A gate of -inf keeps nothing of the state before, but
-        p_t still reads it: to begin a sequence give its boundaries, or a p_t of zeros beside that gate.
+        p_t still reads it: to begin a sequence give its boundaries, or a p_t of zeros beside that gate. None for no
+        decay.
       beta: step sizes [B, T, HV]. beta k . p must be from e^g - 1 to e^g + 1, otherwise states grow without bound.
       use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
@@ -195,7 +197,7 @@ def recurrent_comba(
     k: jax.Array,
     v: jax.Array,
     p: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -230,7 +232,7 @@ def ragged_comba(
     k: jax.Array,
     v: jax.Array,
     p: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     states: Pool,
     cu_seqlens: jax.Array,

@@ -429,5 +429,6 @@ def check_gated(q, k, v, g, per_channel: bool) -> tuple[int, int, int, int, int,
     check_array("k", k, "B T H K", (B, T, H, K))
     HV, V = check_value_heads(v, (B, T, H, K))
     gate = (B, T, HV, K) if per_channel else (B, T, HV)
-    check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
+    if g is not None:
+        check_array("g", g, "B T HV K" if per_channel else "B T HV", gate)
     return B, T, H, HV, K, V
