@@ -120,7 +120,9 @@ def operations_by_kind(text: str) -> collections.Counter:
                 turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
                 for _ in range(int(turns[1]) if turns else 1):
                     cycles += total(body[1])
-            cycles += max(map(total, conditional_branches(line)), key=lambda x: x.total(), default=collections.Counter())
+            cycles += max(
+                map(total, conditional_branches(line)), key=lambda x: x.total(), default=collections.Counter()
+            )
         return cycles
 
     return total(entry[1])

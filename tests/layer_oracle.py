@@ -48,6 +48,19 @@ LAYERS = {
     ),
     "mamba2_mixer": named("mamba2_mixer", layers.Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6))),
     "lightning_attention": named("lightning_attention", layers.LightningAttentionConfig(**SIZES, layer=1, layers=3)),
+    "lightning_attention_turned": named(
+        "lightning_attention",
+        layers.LightningAttentionConfig(
+            **SIZES,
+            activation=None,
+            scale=0.3,
+            slope_factor=0.7,
+            qk_norm=True,
+            frequencies=(1.0, 0.3, 0.01),
+            rotary_scale=1.1,
+            groups=2,
+        ),
+    ),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
     "rwkv7_attention": named(
         "rwkv7_attention",
@@ -97,15 +110,12 @@ def oracle(
     projected, conv, options = [x @ w.q, x @ w.k, x @ w.v], [], packing | dict(initial_state=state)
     if name == "mamba2_mixer":
         *projected, z, dt = mamba2_projections(c, x, w)
-    if c.channels:
-        for i in range(3):
-            projected[i], last = conv_norm_oracle.causal_conv1d(
-                projected[i], w.conv[i], w.bias[i] if getattr(w, "bias", ()) else None,
-                None if cache is None else cache.conv[i], name="silu", **packing,
-            )  # fmt: skip
-            conv.append(last)
-    else:
-        projected = [silu(y) for y in projected]
+    for i in range(3):
+        projected[i], last = conv_norm_oracle.causal_conv1d(
+            projected[i], w.conv[i], w.bias[i] if getattr(w, "bias", ()) else None,
+            None if cache is None else cache.conv[i], name="silu", **packing,
+        )  # fmt: skip
+        conv.append(last)
     q, k, v = (by_head(y, count) for y, count in zip(projected, heads, strict=True))
     delta = dict(use_qk_l2norm_in_kernel=True) | options
     if name == "gated_delta_net":
@@ -129,7 +139,7 @@ def oracle(
         laws, _ = law_reference(by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound)
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
         y = conv_norm_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
-    elif name == "mamba2_mixer":
+    else:
         dt = np.clip(np.logaddexp(dt + w.dt_bias, 0), *c.dt_limit)
         o, state = reference(q, k, dt[..., None] * v, -np.exp(w.A_log) * dt, scale=1.0, **options)
         o, z = by_head(o + w.skip[:, None] * v, c.H), by_head(z, c.H)
@@ -140,10 +150,6 @@ def oracle(
             y = conv_norm_oracle.rms_norm_gated(o, z, norm, norm_before_gate=first, eps=c.eps)
         y = y.reshape(*x.shape[:2], -1) @ w.out
         return (y + w.out_bias if c.out_bias else y), layers.Cache(tuple(conv), state)
-    else:
-        slope = 2.0 ** (-8 * np.arange(1, c.HV + 1) / c.HV) * (1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5)
-        o, state = reference(q, k, v, g_gamma=-slope, scale=1.0, **options)
-        y = conv_norm_oracle.rms_norm_gated(by_head(o, 1), by_head(x @ w.z, 1), w.norm, name="sigmoid", eps=c.eps)
     return y.reshape(*x.shape[:2], -1) @ w.out, layers.Cache(tuple(conv), state)
 
 
@@ -214,6 +220,40 @@ def rwkv7_oracle(c: layers.Rwkv7AttentionConfig, x, w, cache: layers.Cache | Non
     return y @ w.out * valid, layers.Cache(conv, state)
 
 
+def lightning_oracle(c: layers.LightningAttentionConfig, x, w, cache: layers.Cache | None, packing: dict):
+    """Lightning attention: of MiniMax, and with norms, positions and groups as in Ling 2.x."""
+    heads = lambda y, count: y.reshape(*x.shape[:2], count, -1)
+    normed = lambda y, weight: y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + c.eps) * weight
+    act = silu if c.activation else lambda y: y
+    q, k, v = (heads(act(x @ weight), count) for weight, count in zip((w.q, w.k, w.v), c.heads, strict=True))
+    if c.qk_norm:
+        q, k = (normed(y, weight) for y, weight in zip((q, k), w.qk_norm, strict=True))
+    conv, n = (), len(c.frequencies)
+    if n:
+        found = conv_norm_oracle.sequences(*x.shape[:2], **packing)
+        N = 1 + max(each.state for each in found)
+        count = np.zeros((N, 1, 1)) if cache is None else np.array(cache.conv[0], float)
+        before, position = count.copy(), np.zeros(x.shape[:2])
+        for each in found:
+            first = before[each.state, 0, 0] if each.has_initial else 0.0
+            position[each.row, each.start : each.end] = first + np.arange(each.end - each.start)
+            if each.has_final:
+                count[each.state] = first + each.end - each.start
+        factor = c.rotary_scale * np.exp(1j * position[..., None, None] * np.array(c.frequencies))
+        for y in (q, k):
+            pairs = (y[..., :n] + 1j * y[..., n : 2 * n]) * factor
+            y[..., :n], y[..., n : 2 * n] = pairs.real, pairs.imag
+        conv = (count,)
+    factor = 1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5 if c.slope_factor is None else c.slope_factor
+    slope = 2.0 ** (-8 * np.arange(1, c.HV + 1) / c.HV) * factor
+    state = None if cache is None else cache.state
+    o, state = reference(q, k, v, g_gamma=-slope, scale=c.scale, initial_state=state, **packing)
+    if c.groups is not None:
+        o = normed(heads(o, c.groups), w.norm.reshape(c.groups, -1))
+    y = o.reshape(*x.shape[:2], -1)
+    return (y * conv_norm_oracle.activation(x @ w.z, "sigmoid") if c.gate else y) @ w.out, layers.Cache(conv, state)
+
+
 def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, packing: dict):
     """The layer of xLSTM, whose state is an `MlstmState`."""
     capped = lambda y: c.gate_soft_cap * np.tanh(y / c.gate_soft_cap)
@@ -229,4 +269,5 @@ def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, p
 
 BY_COMPOSITION = {
     "gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle,
+    "lightning_attention": lightning_oracle, "lightning_attention_turned": lightning_oracle,
 }  # fmt: skip

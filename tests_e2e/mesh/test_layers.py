@@ -24,6 +24,10 @@ CONFIGS = {
     # A group for every two heads: four devices have half of one.
     "mamba2_mixer_shared": layers.Mamba2Config(**SIZES | dict(H=2)),
     "lightning_attention": layers.LightningAttentionConfig(**SIZES),
+    # Positions are counted over devices of tokens, and devices of heads have groups of their own.
+    "lightning_attention_turned": layers.LightningAttentionConfig(
+        **SIZES, qk_norm=True, frequencies=(1.0, 0.1), groups=4
+    ),
     "gated_delta_product": layers.GatedDeltaProductConfig(**SIZES | dict(H=2)),
     "rwkv7_attention": layers.Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4),
 }

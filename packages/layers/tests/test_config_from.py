@@ -33,6 +33,8 @@ FALCON = dict(
 )  # fmt: skip
 delta = functools.partial(GatedDeltaNetConfig, 64, 2, 4, 16, 24, 3)
 lightning = functools.partial(LightningAttentionConfig, layer=2)
+turned = lambda *sizes, **more: lightning(*sizes, activation=None, scale=sizes[3] ** -0.5, qk_norm=True, **more)
+angles = lambda channels, theta: tuple(theta ** (-c / channels) for c in range(0, channels, 2))
 mixer = functools.partial(Mamba2Config, 64, 2, 4, 16, 32)
 MODELS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lara_mini"), (LINEAR, delta(1e-3))),
@@ -73,6 +75,25 @@ MODELS = {
         mixer(eps=1e-3, norm="before", out_bias=True, in_multiplier=0.5, multipliers=(1.0, 2.0, 3.0, 4.0, 5.0)),
     ),
     "minimax": (dict(num_attention_heads=4, head_dim=None), lightning(64, 4, 4, 16, 16, layers=4)),
+    "bailing_moe_linear": (
+        dict(
+            num_attention_heads=4, head_dim=16, layer_group_size=4, group_norm_size=2, linear_silu=False,
+            rope_theta=100, partial_rotary_factor=0.25, use_qk_norm=True, use_bias=False, use_qkv_bias=False,
+            rope_scaling=None,
+        ),
+        turned(64, 4, 4, 16, 16, eps=1e-3, layers=4, slope_factor=1 - 1 / 3 + 1e-5, groups=2, frequencies=(1.0, 0.1)),
+    ),
+    "minicpm_sala": (
+        dict(
+            lightning_nh=4, lightning_nkv=4, lightning_head_dim=4, lightning_scale="1/d", rope_theta=100.0,
+            qk_norm=True, use_output_norm=True, use_output_gate=True, attn_use_output_gate=True,
+            lightning_use_rope=True, mixer_types=["minicpm4", "lightning-attn", "lightning-attn"],
+        ),
+        LightningAttentionConfig(
+            64, 4, 4, 4, 4, eps=1e-3, slope_factor=1.0, activation=None, scale=0.25, qk_norm=True,
+            frequencies=(1.0, 0.1),
+        ),
+    ),
     "xlstm": (
         dict(num_heads=4, qk_dim_factor=0.5, v_dim_factor=2.0, norm_eps=1e-3, eps=1e-4, gate_soft_cap=3.0),
         MlstmLayerConfig(64, 4, 4, 8, 32, eps=1e-3, gate_soft_cap=3.0, divisor_eps=1e-4),
@@ -168,6 +189,13 @@ LAYERS = {
     ),
     "MiniMax-Text-01-hf": lightning(6144, 64, 64, 128, 128, layers=80),
     "MiniMax-Text-01": lightning(6144, 64, 64, 128, 128, layers=80),
+    "Ring-mini-linear-2.0": turned(
+        2048, 16, 16, 128, 128, eps=1e-6, layers=20, slope_factor=1 - 1 / 19 + 1e-5, groups=4,
+        frequencies=angles(64, 1e6),
+    ),
+    "MiniCPM-SALA": turned(
+        4096, 32, 32, 128, 128, eps=1e-6, layer=0, slope_factor=1.0, frequencies=angles(128, 1e4)
+    ),
     "xLSTM-7B": MlstmLayerConfig(4096, 8, 8, 256, 512),
 }  # fmt: skip
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
@@ -204,14 +232,42 @@ def test_ling_2_has_another_layer():
         architectures=["BailingMoeV2_5ForCausalLM"], model_type="bailing_hybrid", hidden_size=4096, hidden_act="silu",
         num_attention_heads=32, head_dim=128, layer_group_size=8, linear_silu=False, rms_norm_eps=1e-6,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"`hf_config` must be that of Ling 3.0, .*; got none of its settings"):
-        config_from(found)
+    made = config_from(found, layer=0)
+    assert (made.slope_factor, made.groups, made.activation) == (1 + 1 / 19 + 1e-5, 4, None)
+    assert config_from(found | dict(linear_silu=True), layer=1).activation == "silu"
+    assert config_from(found | dict(num_hidden_layers=15), layer=6).layers == 15
+    with pytest.raises(ValueError, match=r"a setting that tells Ling 2\.x from Ling 3\.0"):
+        config_from(dict(model_type="bailing_hybrid", hidden_size=4096), layer=0)
+    for layer in (7, 8):
+        with pytest.raises(ValueError, match="a layer with linear attention; got"):
+            config_from(found | dict(num_hidden_layers=15), layer=layer)
     with pytest.raises(ValueError, match=r"`hf_config.group_norm_size` must be one of \(1,\) for this layer; got 4"):
         config_from(found | dict(short_conv_kernel_size=4, group_norm_size=4))
     with pytest.raises(ValueError, match=r"`hf_config.linear_silu` must be one of \(True,\) for this layer; got False"):
         config_from(found | dict(kda_safe_gate=True))
     third = found | dict(architectures=["BailingMoeV3ForCausalLM"], linear_silu=True)
     assert config_from(third) == KimiDeltaAttentionConfig(4096, 32, 32, 128, 128, eps=1e-6, lower_bound=-5.0)
+
+
+def test_scaling_of_rotary_positions():
+    """YaRN keeps fast frequencies, divides slow ones, and multiplies by a factor of its own, as in its paper."""
+    made = lambda **table: config_from(settings("bailing_moe_linear", **table), layer=2)
+    linear = made(rope_scaling=dict(type="linear", factor=4.0))
+    assert (linear.frequencies, linear.rotary_scale) == ((0.25, 0.025), 1.0)
+    table = dict(rope_theta=1e6, rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    wide = dict(head_dim=128, partial_rotary_factor=0.5, rope_scaling=None)
+    found, plain = (made(**wide, rope_parameters=table | more) for more in ({}, dict(rope_type="default")))
+    ratio = [a / b for a, b in zip(found.frequencies, plain.frequencies, strict=True)]
+    # Frequencies that turn 32 times over the length are kept; those that do not turn once become a quarter.
+    turns = [32768 * x / (2 * math.pi) for x in plain.frequencies]
+    low, high = (next(i for i, n in enumerate(turns) if n < most) for most in (32, 1))
+    assert ratio[:low] == pytest.approx([1.0] * low)
+    assert ratio[high:] == pytest.approx([0.25] * (len(ratio) - high))
+    between = [1 - 0.75 * (i - low + 1) / (high - low + 1) for i in range(low, high)]
+    assert ratio[low:high] == pytest.approx(between)
+    assert found.rotary_scale == pytest.approx(0.1 * math.log(4) + 1)
+    assert made(**wide, rope_parameters=table | dict(mscale=2.0, mscale_all_dim=2.0)).rotary_scale == 1.0
+    assert made(**wide, rope_parameters=table | dict(attention_factor=3.0)).rotary_scale == 3.0
 
 
 def test_laws_of_kimi():
@@ -289,6 +345,13 @@ REFUSED = [
     ("mamba2", dict(time_step_limit=5), "must be two rising numbers from 0 on; got 5"),
     ("minimax", dict(num_attention_heads=0), "must be a whole number above 0; got 0"),
     ("bamba", dict(layer_types=5), "must be a list; got 5"),
+    ("bailing_moe_linear", dict(use_qkv_bias=True), r"must be one of \(False,\)"),
+    ("bailing_moe_linear", dict(num_attention_heads=6), "must be a power of 2 for this layer; got 6"),
+    ("bailing_moe_linear", dict(rotary_dim=8), r"must be one of \(4,\) for this layer; got 8"),
+    ("bailing_moe_linear", dict(rope_scaling=dict(type="dynamic")), "`hf_config.rope_type` must be one of .*'dynamic'"),
+    ("bailing_moe_linear", dict(rope_scaling=dict(type="linear")), "`hf_config.rope_scaling.factor` must be at least"),
+    ("bailing_moe_linear", dict(partial_rotary_factor=2.0), "must make an even number of 16 channels; got 32"),
+    ("minicpm_sala", dict(lightning_nkv=2), r"must be one of \(4,\) for this layer; got 2"),
 ]
 
 

@@ -16,7 +16,8 @@ LAYERS = {
     "gated_delta_net2": layers.GatedDeltaNet2Config(D=16, H=1, HV=2, K=8, V=8),
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=16, H=2, HV=2, K=8, V=8),
     "mamba2_mixer": layers.Mamba2Config(D=16, H=1, HV=2, K=8, V=8),
-    "lightning_attention": layers.LightningAttentionConfig(D=16, H=2, HV=2, K=8, V=8),
+    # Positions, too, go on from what is kept.
+    "lightning_attention": layers.LightningAttentionConfig(D=16, H=2, HV=2, K=8, V=8, frequencies=(1.0, 0.1)),
 }
 QUICK_CACHES = ("gated_delta_net", "int8", 8), ("mamba2_mixer", "bfloat16", 0)
 THOROUGH = dict(
@@ -93,10 +94,10 @@ def test_a_scan_carries_a_cache(layer, cached, states, dtype):
         cache, y = jax.eval_shape(functools.partial(scan, implementation=each), weights, pieces)
         assert y.dtype == dtype
         assert cache.state.dtype == states
-        assert all(x.dtype == cached for x in cache.conv)
+        assert all(x.dtype == (config.conv_dtype or cached) for x in cache.conv)
         alone = lambda x, w: run(x, w, config, None, True, implementation="xla")
         _, cache = jax.eval_shape(alone, jax.ShapeDtypeStruct((2, T, config.D), dtype), weights)
-        assert all(x.dtype == dtype for x in cache.conv)
+        assert all(x.dtype == (config.conv_dtype or dtype) for x in cache.conv)
         assert cache.state.dtype == jnp.float32
 
 

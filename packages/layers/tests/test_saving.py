@@ -38,7 +38,12 @@ LAYERS = {
         "rwkv_x070": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
         None: layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),
     },
-    "lightning_attention": {None: layers.LightningAttentionConfig(D, 4, 4, 8, 8, layer=1, layers=3)},
+    "lightning_attention": {
+        None: layers.LightningAttentionConfig(D, 4, 4, 8, 8, layer=1, layers=3),
+        "bailing_moe_linear": layers.LightningAttentionConfig(D, 4, 4, 8, 8, qk_norm=True, groups=2),
+        "bailing_hybrid": layers.LightningAttentionConfig(D, 4, 4, 8, 8),
+        "minicpm_sala": layers.LightningAttentionConfig(D, 4, 4, 8, 8, qk_norm=True, groups=None, gate=False),
+    },
 }  # fmt: skip
 CASES = [(name, model) for name, models in LAYERS.items() for model in models]
 QWEN = "model.layers.0.linear_attn."
@@ -192,7 +197,7 @@ def test_weights_that_decay(name, model):
     vectors = {"A_log", "dt_bias", "skip", "norm", "bias", "z_bias", "in_bias", "out_bias", "i_bias", "f_bias"}
     # Of RWKV-7 the large projections alone decay.
     vectors |= {"decay", "rate", "first", "gate", "decay_bias", "rate_bias", "first_bias", "norm_bias"}
-    vectors |= {"mix", "k_k", "k_a", "r_k"}
+    vectors |= {"qk_norm", "mix", "k_k", "k_a", "r_k"}
     assert kept <= vectors
     assert not some & vectors
     assert {field for field in ("A_log", "dt_bias", "skip") if jax.tree.leaves(getattr(mask, field, ()))} <= kept

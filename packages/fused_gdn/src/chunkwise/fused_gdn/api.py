@@ -20,7 +20,7 @@ def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -49,7 +49,7 @@ def chunk_gated_delta_rule(
         o_t = scale S_t^T q_t
 
     Args:
-      g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before.
+      g: log decay [B, T, HV] in nats, at most 0, of any strength: -inf forgets everything before. None for no decay.
       disable_recompute: whether "fused" keeps the states before all chunks and the new values of its forward for the
         backward, which makes them again otherwise; static. The other implementations always keep them. It saves a
         launch. Under plain `jax.checkpoint` nothing more is kept; in a scan over layers without it, the copies of what
@@ -73,8 +73,9 @@ def chunk_gated_delta_rule(
 
 @signature.of(OPERATOR.recurrent, chunk_gated_delta_rule)
 def recurrent_gated_delta_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | None = None,
-    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Recurrent],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Gated delta rule token by token, the decode path: one new token or a few for every sequence, in one launch.
 
@@ -87,8 +88,65 @@ def recurrent_gated_delta_rule(
 
 @signature.of(OPERATOR.ragged, chunk_gated_delta_rule)
 def ragged_gated_delta_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, states: Pool, cu_seqlens: jax.Array,
-    state_indices: jax.Array, **options: Unpack[forms.Ragged],
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array,
+    **options: Unpack[forms.Ragged],
 ) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Gated delta rule as one serving step: decodes, speculation and prefills over one pool of states."""
+    ...
+
+
+@signature.of(OPERATOR.chunk, chunk_gated_delta_rule)
+def chunk_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+    context_axis: str | tuple[str, ...] | None = None,
+    disable_recompute: bool = False,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Delta rule over whole sequences, chunk by chunk, differentiable: the gated delta rule without decay.
+
+        S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T
+        o_t = scale S_t^T q_t
+
+    Accuracy: as `chunk_gated_delta_rule`.
+    Cost: as `chunk_gated_delta_rule`.
+    Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length (2024).
+    """
+    ...
+
+
+@signature.of(OPERATOR.recurrent, chunk_delta_rule)
+def recurrent_delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Delta rule token by token, the decode path: one new token or a few for every sequence, in one launch.
+
+    Accuracy: as `recurrent_gated_delta_rule`.
+    Cost: as `recurrent_gated_delta_rule`.
+    """
+    ...
+
+
+@signature.of(OPERATOR.ragged, chunk_delta_rule)
+def ragged_delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, states: Pool, cu_seqlens: jax.Array,
+    state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
+    """Delta rule as one serving step: decodes, speculation and prefills over one pool of states."""
     ...

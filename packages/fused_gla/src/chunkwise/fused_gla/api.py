@@ -66,7 +66,7 @@ def chunk_gla(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
@@ -86,7 +86,7 @@ def chunk_gla(
 
     Args:
       g: log decay per channel of the key [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything
-        before. It has any of these types.
+        before. It has any of these types. None for no decay, as `chunk_simple_gla` without gates.
 
     Raises:
       NotImplementedError: "fused", if a head is too large for fast memory.
@@ -120,7 +120,7 @@ def recurrent_simple_gla(
 
 @signature.of(GLA.recurrent, chunk_gla)
 def recurrent_gla(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, scale: float | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return gated linear attention, with a gate per channel, token by token, in one launch.

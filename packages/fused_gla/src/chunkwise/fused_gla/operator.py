@@ -27,7 +27,8 @@ def check(x: Arguments, options: Options) -> None:
 
 
 def _check_by_channel(x: Arguments, options: Options) -> None:
-    checks.check_array("g", x.g, "B T HV K")
+    if x.g is not None:
+        checks.check_array("g", x.g, "B T HV K")
     check(x, options)
 
 
@@ -140,8 +141,8 @@ def _implementations() -> tuple[Implementation, Implementation]:
     return fused.implementation(KERNELS, limit), plain(xla.RULE)
 
 
-GLA = define("gla", _check_by_channel, *_implementations())
-SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations())
+GLA = define("gla", _check_by_channel, *_implementations(), gated=False)
+SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(), gated=False)
 # With weights, and outputs that are divided. There the gradient of states alone takes the whole backward.
 DIVIDED = fused.implementation(KERNELS, limit, "eps")._replace(at_once=True)
-DIVIDED_SIMPLE_GLA = define("simple_gla", _check_by_head, DIVIDED, plain(xla.RULE))
+DIVIDED_SIMPLE_GLA = define("simple_gla", _check_by_head, DIVIDED, plain(xla.RULE), gated=False)

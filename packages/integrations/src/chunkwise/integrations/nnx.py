@@ -226,7 +226,7 @@ class Mamba2Mixer(_Layer):
 
 @_module(layers.LightningAttentionConfig)
 class LightningAttention(_Layer):
-    """Lightning attention, the layer of MiniMax, as a module."""
+    """Lightning attention, the layer of MiniMax, Ling 2.x and MiniCPM-SALA, as a module."""
 
 
 @_module(layers.MlstmLayerConfig)

@@ -20,7 +20,7 @@ def chunk_kda(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -52,6 +52,7 @@ def chunk_kda(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
+        None for no decay, whose kernels read one number a head in its place.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
       gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02, and .04 if K is 128, there is
@@ -66,8 +67,9 @@ def chunk_kda(
 
 @signature.of(OPERATOR.recurrent, chunk_kda)
 def recurrent_kda(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, scale: float | None = None,
-    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Recurrent],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Kimi delta attention token by token, the decode path: one new token or a few for every sequence, in one launch.
 
@@ -81,8 +83,9 @@ def recurrent_kda(
 
 @signature.of(OPERATOR.ragged, chunk_kda)
 def ragged_kda(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, states: Pool, cu_seqlens: jax.Array,
-    state_indices: jax.Array, **options: Unpack[forms.Ragged],
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array,
+    **options: Unpack[forms.Ragged],
 ) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Kimi delta attention as one serving step: decodes, speculation and prefills over one pool of states."""
     ...

@@ -17,9 +17,10 @@ class Cache(NamedTuple):
 
     Attributes:
       conv: the last W - 1 inputs of the convolutions of queries, keys and values, [N, W - 1, channels] each; empty if
-        the layer has no convolutions. RWKV-7 has the hidden states of the last token here, [N, 1, D]. They keep the
-        type that they have in the cache, whatever the type of the hidden states, so a `lax.scan` can carry a cache. A
-        layer without a cache returns them in the type of the hidden states.
+        the layer has no convolutions. RWKV-7 has the hidden states of the last token here, [N, 1, D], and lightning
+        attention with rotary positions the count of tokens, float32 [N, 1, 1]. They keep the type that they have in the
+        cache, whatever the type of the hidden states, so a `lax.scan` can carry a cache. A layer without a cache
+        returns them in the type of the hidden states.
       state: the state of the operator [N, HV, K, V], the `MlstmState` of mLSTM, or in a pool the StatePool of
         `empty_pool`.
     """
@@ -54,8 +55,9 @@ def empty_cache(config: config.LayerConfig, N: int, dtype=jnp.float32, state_dty
 
 def _no_inputs(config: config.LayerConfig, N: int, dtype) -> tuple[jax.Array, ...]:
     """Return the inputs of convolutions before the first token of N sequences: zeros."""
-    checks.check_type("dtype", dtype)
-    return tuple(jnp.zeros((N, config.W - 1, channels), dtype) for channels in config.channels)
+    kind = checks.check_type("dtype", dtype)
+    kind = kind if config.conv_dtype is None else config.conv_dtype
+    return tuple(jnp.zeros((N, config.W - 1, channels), kind) for channels in config.channels)
 
 
 def empty_pool(

@@ -41,9 +41,11 @@ class LayerConfig:
       eps: the number that the norm adds to the mean square.
     """
 
-    # Attributes of the class: whether gates are per channel of the key, and not per head; whether pools have rings.
+    # Attributes of the class: whether gates are per channel of the key, and not per head; whether pools have rings;
+    # the type of the inputs of convolutions in a cache, None for the user's.
     per_channel: ClassVar[bool] = False
     rings: ClassVar[bool] = True
+    conv_dtype: ClassVar[Any] = None
 
     D: int
     H: int
@@ -237,14 +239,34 @@ class LightningAttentionConfig(LayerConfig):
     """The sizes of `lightning_attention`.
 
     Attributes:
-      HV: heads of values, a multiple of H: HV / H value heads share a key head. MiniMax has HV = H.
-      W: not read, because the layer has no convolution.
-      layer: number of this layer, from 0: decays get weaker from layer to layer.
+      HV: heads of values, a multiple of H: HV / H value heads share a key head. All models have HV = H.
+      W: 2 with rotary positions, of which a cache keeps the count of tokens; else not read.
+      layer: number of this layer, from 0: in MiniMax decays get weaker from layer to layer.
       layers: how many layers the whole model has.
+      slope_factor: multiplies the slopes of the heads; None for the factor of MiniMax, from `layer` and `layers`.
+      activation: the activation of queries, keys and values, "silu" or None.
+      scale: multiplies the queries.
+      qk_norm: whether queries and keys of every head are normed.
+      frequencies: of rotary positions, radians a token, for each pair of channels c and c + n of n pairs; empty for
+        none.
+      rotary_scale: multiplies the channels that rotary positions turn.
+      groups: how many norms share the heads of the output, each over HV / groups heads; None for no norm.
+      gate: whether the output is multiplied by the sigmoid of a projection.
     """
 
+    conv_dtype: ClassVar[Any] = jnp.float32
+
+    W: int = 2
     layer: int = 0
     layers: int = 1
+    slope_factor: float | None = None
+    activation: str | None = "silu"
+    scale: float = 1.0
+    qk_norm: bool = False
+    frequencies: tuple[float, ...] = ()
+    rotary_scale: float = 1.0
+    groups: int | None = 1
+    gate: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -252,11 +274,31 @@ class LightningAttentionConfig(LayerConfig):
             value = getattr(self, name)
             checks.check(checks.is_whole(value), f"`{name}` must be a whole number; got {value!r}.")
         checks.check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
+        checks.check_flags(qk_norm=self.qk_norm, gate=self.gate)
+        known = self.activation in ("silu", None)
+        checks.check(known, f"`activation` must be 'silu' or None; got {self.activation!r}.")
+        for name in ("scale", "rotary_scale", "slope_factor"):
+            value = getattr(self, name)
+            number = (name == "slope_factor" and value is None) or is_number(value)
+            checks.check(number, f"`{name}` must be a finite number; got {value!r}.")
+        checks.check((self.slope_factor or 0) >= 0, f"`slope_factor` must be at least 0; got {self.slope_factor!r}.")
+        groups, found = self.groups, self.frequencies
+        divides = groups is None or (checks.is_whole(groups) and groups > 0 and self.HV % groups == 0)
+        checks.check(divides, f"`groups` must be None or a divisor of `HV`; got {groups!r} and {self.HV}.")
+        numbers = isinstance(found, tuple) and all(map(is_number, found)) and 2 * len(found) <= self.K
+        checks.check(numbers, f"`frequencies` must be a tuple of at most {self.K // 2} numbers; got {found!r}.")
+        rule = f"`W` must be 2, as the layer counts tokens for rotary positions; got {self.W}."
+        checks.check(not found or self.W == 2, rule)
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """An empty tuple: there is no convolution."""
-        return ()
+        """The one channel of the count of tokens with rotary positions; there is no convolution."""
+        return (1,) if self.frequencies else ()
+
+    @property
+    def conv_letters(self) -> tuple[str, ...]:
+        """How the count of tokens is split."""
+        return ("b..",) if self.frequencies else ()
 
 
 @dataclasses.dataclass(frozen=True)

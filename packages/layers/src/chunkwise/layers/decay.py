@@ -10,7 +10,7 @@ from chunkwise.shared.call import checks
 
 # Rates and steps of decays, skips, norms and biases: zero has no meaning of its own for them. Of RWKV-7 also all other
 # weights but the large projections: mixtures of tokens, factors of channels, and projections of low rank.
-_KEPT = ("A_log", "dt_bias", "skip", "norm", "bias", "in_bias", "out_bias", "z_bias", "i_bias", "f_bias")
+_KEPT = ("A_log", "dt_bias", "skip", "norm", "qk_norm", "bias", "in_bias", "out_bias", "z_bias", "i_bias", "f_bias")
 _KEPT += ("mix", "decay", "decay_bias", "rate", "rate_bias", "first", "first_bias", "gate", "k_k", "k_a", "r_k")
 _KEPT += ("norm_bias",)
 

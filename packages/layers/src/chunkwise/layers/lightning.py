@@ -1,4 +1,4 @@
-"""Lightning attention, the layer of MiniMax."""
+"""Lightning attention, the layer of MiniMax, Ling 2.x and MiniCPM-SALA."""
 
 from typing import Any, NamedTuple
 
@@ -8,68 +8,111 @@ import numpy as np
 
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
-from chunkwise.layers.mixer import mixing, norm, running
+from chunkwise.layers.mixer import mixing, norm, rotary, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
+from chunkwise.shared.call import checks
 from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 
 _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_simple_gla)
+_MINIMAX, _BAILING, _SALA = "minimax", "bailing_moe_linear", "minicpm_sala"
+
+
+class _Names(NamedTuple):
+    """The names that a model has for weights of the layer."""
+
+    z: str
+    norm: str
+    out: str
+    qk_norm: tuple[str, ...] = ()
+
+
+_NAMES = {
+    _MINIMAX: _Names("output_gate", "norm", "out_proj"),
+    _BAILING: _Names("g_proj", "g_norm", "dense", ("query_layernorm", "key_layernorm")),
+    _SALA: _Names("z_proj", "o_norm", "o_proj", ("q_norm", "k_norm")),
+}
+_NAMES["bailing_hybrid"] = _NAMES[_BAILING]
+_WITH_NORMS = tuple(model for model, names in _NAMES.items() if names.qk_norm)
 
 
 class LightningAttentionWeights(NamedTuple):
     """The weights of `lightning_attention`.
 
     Attributes:
-      q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head.
-      norm: [HV V], of one norm over all heads.
+      q, k, v, z: projections [D, H K], [D, H K], [D, HV V], [D, HV V], head after head; z is nothing without a gate.
+      norm: [HV V], of the norms of the output; nothing without them.
       out: [HV V, D].
+      qk_norm: of the norms of queries and of keys, two of [K]; nothing without them.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    z: jax.Array
-    norm: jax.Array
+    z: jax.Array | tuple[()]
+    norm: jax.Array | tuple[()]
     out: jax.Array
+    qk_norm: tuple[jax.Array, ...] = ()
 
 
-def _split(config: config.LightningAttentionConfig) -> dict[str, Any]:
-    return dict(q=".h", k=".h", v=".n", z=".n", norm="n", out="n.")
+def _split(c: config.LightningAttentionConfig) -> dict[str, Any]:
+    z, norm = ".n" if c.gate else (), () if c.groups is None else "n"
+    return dict(q=".h", k=".h", v=".n", z=z, norm=norm, out="n.", qk_norm=(".", ".") if c.qk_norm else ())
 
 
 def _init(new: parameters.Initial, c: config.LightningAttentionConfig) -> LightningAttentionWeights:
     """Return random weights of a layer that is to be trained; a projection keeps the size of its input."""
     q, v = c.H * c.K, c.HV * c.V
     return LightningAttentionWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v), norm=new.ones(v),
-        out=new.matrix(v, c.D),
+        q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v) if c.gate else (),
+        norm=() if c.groups is None else new.ones(v), out=new.matrix(v, c.D),
+        qk_norm=(new.ones(c.K), new.ones(c.K)) if c.qk_norm else (),
     )  # fmt: skip
 
 
 def _load(found: parameters.Checkpoint, c: config.LightningAttentionConfig) -> LightningAttentionWeights:
-    """Return the weights of a layer of a checkpoint of MiniMax, in its types; the layer has H = HV."""
-    sizes = (c.K, c.K, c.V)
-    # The matrix has queries, keys and values of a head side by side.
-    parts = found.read("qkv_proj", c.H * sum(sizes), c.D).reshape(c.H, sum(sizes), c.D)
-    q, k, v = (x.reshape(-1, c.D).T for x in parameters.split(parts, sizes, axis=1))
-    # transformers saves these, too; the layer here computes its decay from the config.
-    found.ignore("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    """Return the weights of a layer of a checkpoint of MiniMax, Ling or MiniCPM-SALA, in its types; H = HV."""
+    # These programs save what the layer here computes from the config.
+    found.ignore("slope_rate", "query_decay", "key_decay", "diagonal_decay", "slope")
+    model = _BAILING if "dense" in found else _SALA if "q_proj" in found else _MINIMAX
+    names, sizes, v = _NAMES[model], (c.K, c.K, c.V), c.HV * c.V
+    if model == _MINIMAX:
+        # The matrix has queries, keys and values of a head side by side.
+        parts = found.read("qkv_proj", c.H * sum(sizes), c.D).reshape(c.H, sum(sizes), c.D)
+        projections = [x.reshape(-1, c.D).T for x in parameters.split(parts, sizes, axis=1)]
+    elif "query_key_value" in found:
+        widths = [c.H * size for size in sizes]
+        projections = parameters.split(found.matrix("query_key_value", c.D, sum(widths)), widths)
+    else:
+        projections = [found.matrix(f"{name}_proj", c.D, c.H * n) for name, n in zip("qkv", sizes, strict=True)]
     return LightningAttentionWeights(
-        q, k, v, z=found.matrix("output_gate", c.D, c.HV * c.V), norm=found.read("norm", c.HV * c.V),
-        out=found.matrix("out_proj", c.HV * c.V, c.D),
+        *projections, z=found.matrix(names.z, c.D, v) if c.gate else (),
+        norm=() if c.groups is None else found.read(names.norm, v), out=found.matrix(names.out, v, c.D),
+        qk_norm=tuple(found.read(name, c.K) for name in names.qk_norm) if c.qk_norm else (),
     )  # fmt: skip
 
 
 def _save(w: LightningAttentionWeights, c: config.LightningAttentionConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of MiniMax, which has H = HV."""
-    parts = [x.T.reshape(c.H, -1, c.D) for x in (w.q, w.k, w.v)]
-    named: dict[str, Any] = {"qkv_proj.weight": np.concatenate(parts, axis=1).reshape(-1, c.D), "norm.weight": w.norm}
-    return named | {"output_gate.weight": w.z.T, "out_proj.weight": w.out.T}
+    """Return the arrays of a layer for a checkpoint of MiniMax, Ling or MiniCPM-SALA, all of which have H = HV."""
+    names, projections = _NAMES.get(model, _NAMES[_MINIMAX]), [x.T for x in (w.q, w.k, w.v)]
+    fits = bool(names.qk_norm) or not c.qk_norm
+    checks.check(fits, f"`model` must be one of {_WITH_NORMS}, as queries and keys have norms; got {model!r}.")
+    if model == _SALA:
+        named: dict[str, Any] = {f"{name}_proj.weight": x for name, x in zip("qkv", projections, strict=True)}
+    elif names.qk_norm:
+        named = {"query_key_value.weight": np.concatenate(projections)}
+    else:
+        parts = [x.reshape(c.H, -1, c.D) for x in projections]
+        named = {"qkv_proj.weight": np.concatenate(parts, axis=1).reshape(-1, c.D)}
+    named |= {f"{name}.weight": x for name, x in zip(names.qk_norm, w.qk_norm, strict=False)}
+    named |= {f"{names.z}.weight": w.z.T} if c.gate else {}
+    named |= {} if c.groups is None else {f"{names.norm}.weight": w.norm}
+    return named | {f"{names.out}.weight": w.out.T}
 
 
-def _decay(config: config.LightningAttentionConfig) -> jax.Array:
+def _decay(c: config.LightningAttentionConfig) -> jax.Array:
     """Return the log decay of every head [HV], in nats."""
-    head = jnp.arange(1, config.HV + 1, dtype=jnp.float32)
-    return -(2.0 ** (-8.0 * head / config.HV)) * (1 - config.layer / (config.layers - 1 + 1e-5) + 1e-5)
+    factor = 1 - c.layer / (c.layers - 1 + 1e-5) + 1e-5 if c.slope_factor is None else c.slope_factor
+    return -(2.0 ** (-8.0 * jnp.arange(1, c.HV + 1, dtype=jnp.float32) / c.HV)) * factor
 
 
 def _mix(
@@ -77,47 +120,71 @@ def _mix(
 ) -> tuple[jax.Array, caches.Cache]:
     """Return the output of lightning attention for hidden states, and its cache after them.
 
-    For training, prefill and decode. In value head h, counted from 0::
+    For training, prefill and decode. In value head h, counted from 0, of MiniMax::
 
         q, k, v = silu(W_q x), silu(W_k x), silu(W_v x)
         g_gamma = -2^(-8 (h + 1) / HV) (1 - layer / (layers - 1 + 1e-5) + 1e-5)
         o       = simple GLA(q, k, v, g_gamma)
         y       = W_out (rms_norm(o) sigmoid(W_z x))                            one norm over all heads
 
-    The cache has no inputs of convolutions.
+    In Ling 2.x and MiniCPM-SALA queries, keys and values have no activation; queries and keys are normed in each head
+    and turned by their positions; and there are several norms, each over a group of heads. Positions begin with 0 in
+    every sequence, and a cache or a slot has the count of its tokens, in the place of inputs of a convolution.
 
     Accuracy: with random weights 1e-5 relative to transformers' layer in float32.
     Cost: 2 B T D (2 H K + 3 HV V) flops for the projections, and the cost of the operator.
-    Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025).
+    Source: Qin and others, Lightning Attention-2 (2024), as in MiniMax-01 (2025), Ring-linear (2025) and MiniCPM-SALA
+      (2026).
     """
-    projected, z = tuple(running.project(x, weight) for weight in (w.q, w.k, w.v)), running.project(x, w.z)
+    projected = tuple(running.project(x, weight) for weight in (w.q, w.k, w.v))
+    z, gamma = running.project(x, w.z) if config.gate else None, _decay(config)
+    if config.groups is None or z is None or config.qk_norm or config.frequencies:
+        y, cache = _one_after_the_other(run, config, (projected, gamma, z, w.norm), w.qk_norm, x)
+        return running.project_out(y, w.out, x), cache
     # A norm over heads of several devices comes after all that each of them does alone.
-    alone = not norm.is_local(run, projected[2], config, 1)
+    alone = not norm.is_local(run, projected[2], config, config.groups)
     inside = ((), ()) if alone else (z, w.norm)
-    y, cache = mixing.mix(run, config, _MIXER, (projected, _decay(config), *inside))
+    y, cache = mixing.mix(run, config, _MIXER, (projected, gamma, *inside))
     return running.project_out(_finish(run, config, y, z, w.norm) if alone else y, w.out, x), cache
 
 
-def _one_after_the_other(run: running.Run, config: config.LightningAttentionConfig, arrays) -> running.Mixed:
-    """Return the output before the last projection, and the cache after the tokens."""
+def _one_after_the_other(
+    run: running.Run, config: config.LightningAttentionConfig, arrays, qk_norm: tuple = (), x: Any = None
+) -> running.Mixed:
+    """Return the output before the last projection, and the cache after the tokens of the hidden states x."""
     projected, gamma, z, weight = arrays
-    q, k, v = (running.by_head(jax.nn.silu(y), count) for y, count in zip(projected, config.heads, strict=True))
-    o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=gamma, scale=1.0)
-    return o if isinstance(z, tuple) else _finish(run, config, o, z, weight), caches.Cache((), state)
+    act = jax.nn.silu if config.activation else lambda y: y
+    q, k, v = (running.by_head(act(y), count) for y, count in zip(projected, config.heads, strict=True))
+    if config.qk_norm:
+        q, k = (norm.rms_heads(y, weight, config.eps) for y, weight in zip((q, k), qk_norm, strict=True))
+    conv: tuple[Any, ...] = ()
+    if config.frequencies:
+        position, count = rotary.positions(run, 0, x)
+        q, k = (rotary.turn(y, position, config.frequencies, config.rotary_scale) for y in (q, k))
+        conv = (count,)
+    o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=gamma, scale=config.scale)
+    return o if isinstance(z, tuple) else _finish(run, config, o, z, weight), caches.Cache(conv, state)
 
 
 def _finish(run: running.Run, config: config.LightningAttentionConfig, o, z, weight) -> jax.Array:
-    """Return the output of all heads [B, T, HV, V] after the norm and the gate."""
-    return norm.norm_groups(run, o, z, weight, 1, activation="sigmoid", norm_before_gate=True, eps=config.eps)
+    """Return the output of all heads [B, T, HV, V] after the norm and the gate, of which there may be one alone."""
+    if config.groups is None:
+        return o if z is None else o * jax.nn.sigmoid(running.by_head(z, config.HV).astype(jnp.float32)).astype(o.dtype)
+    # Without a gate, ones are one.
+    gate, activation = (jnp.ones_like(o).reshape(*o.shape[:2], -1), None) if z is None else (z, "sigmoid")
+    return norm.norm_groups(
+        run, o, gate, weight, config.groups, activation=activation, norm_before_gate=True, eps=config.eps
+    )
 
 
 def _decodes(config: config.LightningAttentionConfig, arrays) -> Decodes:
-    """Return the record of all of it for single tokens."""
+    """Return the record of all of it for single tokens, with a norm and a gate."""
     projected, gamma, *inside = arrays
     z, weight = (None if isinstance(y, tuple) else y for y in inside)
     static = DecodeStatic(
-        config.H, config.HV, config.K, config.V, 1, True, 1.0, False, "decode_layer_fwd", activation="silu",
-        norm_gate="sigmoid", eps=None if weight is None else config.eps, norm_heads=config.HV,
+        config.H, config.HV, config.K, config.V, 1, True, config.scale, False, "decode_layer_fwd",
+        activation=config.activation, norm_gate="sigmoid", eps=None if weight is None else config.eps,
+        norm_heads=config.HV // config.groups,
     )  # fmt: skip
     z = None if z is None else mixing.rows(z)
     return Decodes(static, tuple(map(mixing.rows, projected)), None, z=z, norm=weight, gamma=gamma)
@@ -128,5 +195,5 @@ _MIXER = mixing.Mixer(_one_after_the_other, _decodes, (mixing.PROJECTED, "n", "b
 
 LAYER = layer.Definition(
     "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _split, _init, _load, _save,
-    ("minimax", "minimax_text_01", "minimax_m1"), _mix,
+    ("minimax", "minimax_text_01", "minimax_m1", *_WITH_NORMS), _mix,
 )  # fmt: skip

@@ -133,7 +133,8 @@ def _start(x: Arguments, options: Options, named: dict[str, Any]) -> tuple[Any, 
     """Return the initial C and n, None for no state, and what the gates become."""
     state, heads = named["initial_state"], (x.num_states, x.v.shape[2])
     C, n, before = (None, None, jnp.full(heads, -jnp.inf, jnp.float32)) if state is None else _scaled(state)
-    i, f, axes = _whole_rows(named["i"]), _whole_rows(named["f"]), checks.check_context_axis(options.context_axis)
+    i, f = (partition.whole_rows(named[name]) for name in "if")
+    axes = checks.check_context_axis(options.context_axis)
     return C, n, stabiliser.stabilise(i, f, before, x.cu_seqlens, x.segment_ids, axes)
 
 
@@ -152,9 +153,3 @@ def _unsplit_channels(sharding: checks.Sharding | None) -> Any:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, _unsplit_channels(sharding.spec))
     return None if sharding is None else PartitionSpec(*sharding[:3])
-
-
-def _whole_rows(gate: jax.Array) -> jax.Array:
-    """Return gates [B, T, HV] whose tokens no explicit axis of a mesh splits, because a scan goes along them."""
-    kind = jax.typeof(gate).sharding
-    return partition.place(jnp.asarray(gate), PartitionSpec(*kind.spec[:1], None, *kind.spec[2:]), kind.mesh)

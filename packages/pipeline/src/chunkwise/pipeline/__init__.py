@@ -12,7 +12,14 @@ from chunkwise.dplr import (
     recurrent_dplr_delta_rule,
     recurrent_rwkv7,
 )
-from chunkwise.fused_gdn import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import (
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
+    ragged_delta_rule,
+    ragged_gated_delta_rule,
+    recurrent_delta_rule,
+    recurrent_gated_delta_rule,
+)
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
 from chunkwise.mamba2 import chunk_mamba2, ragged_mamba2, recurrent_mamba2
@@ -33,6 +40,7 @@ __all__ = [
     "check_inputs",
     "check_step",
     "chunk_comba",
+    "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
@@ -46,6 +54,7 @@ __all__ = [
     "make_pool",
     "pool_formats",
     "ragged_comba",
+    "ragged_delta_rule",
     "ragged_dplr_delta_rule",
     "ragged_gated_delta_product",
     "ragged_gated_delta_rule",
@@ -55,6 +64,7 @@ __all__ = [
     "ragged_simple_gla",
     "read_states",
     "recurrent_comba",
+    "recurrent_delta_rule",
     "recurrent_dplr_delta_rule",
     "recurrent_gated_delta_product",
     "recurrent_gated_delta_rule",

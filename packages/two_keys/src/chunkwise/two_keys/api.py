@@ -20,7 +20,7 @@ def chunk_gdn2(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     b: jax.Array,
     w: jax.Array,
     scale: float | None = None,
@@ -54,6 +54,7 @@ def chunk_gdn2(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
+        None for no decay.
       b: erase gates [B, T, HV, K], from 0 to 1, or to 2 if negative eigenvalues are allowed. |k . p| must be at most 2,
         otherwise states grow without bound.
       w: write gates [B, T, HV, V].
@@ -73,8 +74,9 @@ def chunk_gdn2(
 
 @signature.of(GDN2.recurrent, chunk_gdn2)
 def recurrent_gdn2(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, b: jax.Array, w: jax.Array, scale: float | None = None,
-    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, b: jax.Array, w: jax.Array,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Recurrent],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """GDN-2, the gated delta rule with erase and write gates, token by token, the decode path.
 
@@ -86,8 +88,9 @@ def recurrent_gdn2(
 
 @signature.of(GDN2.ragged, chunk_gdn2)
 def ragged_gdn2(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, b: jax.Array, w: jax.Array, states: Pool,
-    cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, b: jax.Array, w: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array,
+    **options: Unpack[forms.Ragged],
 ) -> tuple[jax.Array, Pool]:  # fmt: skip
     """GDN-2, the gated delta rule with erase and write gates, as one serving step."""
     ...
@@ -99,7 +102,7 @@ def chunk_comba(
     k: jax.Array,
     v: jax.Array,
     p: jax.Array,
-    g: jax.Array,
+    g: jax.Array | None,
     beta: jax.Array,
     scale: float | None = None,
     initial_state: jax.Array | None = None,
@@ -131,7 +134,8 @@ def chunk_comba(
     Args:
       p: erase keys [B, T, H, K].
       g: log decay [B, T, HV] in nats, at most 0, of any strength. A gate of -inf keeps nothing of the state before, but
-        p_t still reads it: to begin a sequence give its boundaries, or a p_t of zeros beside that gate.
+        p_t still reads it: to begin a sequence give its boundaries, or a p_t of zeros beside that gate. None for no
+        decay.
       beta: step sizes [B, T, HV]. beta k . p must be from e^g - 1 to e^g + 1, otherwise states grow without bound.
       use_qk_l2norm_in_kernel: replace q, k and p by x * rsqrt(sum x^2 + 1e-6), in float32; static.
 
@@ -145,8 +149,9 @@ def chunk_comba(
 
 @signature.of(COMBA.recurrent, chunk_comba)
 def recurrent_comba(
-    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array, beta: jax.Array, scale: float | None = None,
-    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array | None, beta: jax.Array,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Recurrent],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Comba, the gated delta rule with separate erase keys, token by token, the decode path.
 
@@ -158,8 +163,9 @@ def recurrent_comba(
 
 @signature.of(COMBA.ragged, chunk_comba)
 def ragged_comba(
-    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array, beta: jax.Array, states: Pool,
-    cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],
+    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
+    cu_seqlens: jax.Array, state_indices: jax.Array,
+    **options: Unpack[forms.Ragged],
 ) -> tuple[jax.Array, Pool]:  # fmt: skip
     """Comba, the gated delta rule with separate erase keys, as one serving step."""
     ...

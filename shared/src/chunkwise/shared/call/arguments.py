@@ -180,6 +180,15 @@ def choose_scale(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     return x._replace(scale=array), options._replace(scale=number)
 
 
+def with_gates(x: Arguments, options: Options) -> Arguments:
+    """Return the arguments of a delta rule, with a zero for every head and token where it got no gates: no decay."""
+    if x.g is not None:
+        return x
+    raw = options.activation.use_gate_in_kernel
+    checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
+    return x._replace(g=compat.varying_zeros(x.v.shape[:3], x.q, x.k, x.v))
+
+
 def whole_scale(x: Arguments, options: Options) -> jax.Array:
     """Return the scale of the output, a float32 scalar."""
     return jnp.asarray(options.scale, jnp.float32) if x.scale is None else options.scale * x.scale

@@ -446,5 +446,6 @@ def check_gated(q, k, v, g, per_channel: bool) -> tuple[int, int, int, int, int,
     B, T, H, K = check_array("q", q, "B T H K")
     check_array("k", k, "B T H K", (B, T, H, K))
     HV, V = check_value_heads(v, (B, T, H, K))
-    _check_gate("g", g, (B, T, HV, K) if per_channel else (B, T, HV))
+    if g is not None:
+        _check_gate("g", g, (B, T, HV, K) if per_channel else (B, T, HV))
     return B, T, H, HV, K, V

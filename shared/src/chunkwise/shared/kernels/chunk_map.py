@@ -47,7 +47,9 @@ class ChunkMap:
         return jax.vmap(lambda chunk: self.tile(**chunk, **scalars))(chunks)
 
 
-def _launch(stage: ChunkMap, heads: int, tile: Callable, x: Chunks, direction: str, results: Mapping[str, tuple]) -> list:
+def _launch(
+    stage: ChunkMap, heads: int, tile: Callable, x: Chunks, direction: str, results: Mapping[str, tuple]
+) -> list:
     """Run `tile`, which returns tiles by the names of `results`, on every chunk, `heads` value heads in lock-step."""
     k, g = x["k"], x["g"]
     NC, HV = g.shape[:2]

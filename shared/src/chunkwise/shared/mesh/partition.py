@@ -229,6 +229,12 @@ def place(x: interleaved.Tokens, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
     return x if placed else jax.sharding.reshard(x, NamedSharding(mesh, _spec(wanted)))
 
 
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Return an array [B, T, ...] whose tokens no explicit axis of a mesh splits, because a scan goes along them."""
+    kind = jax.typeof(x).sharding
+    return place(jnp.asarray(x), PartitionSpec(*kind.spec[:1], None, *kind.spec[2:]), kind.mesh)
+
+
 def _unmarked(x: jax.Array) -> jax.Array:
     """Return x without the mark that it varies over the axes of a `shard_map` of the caller.
 

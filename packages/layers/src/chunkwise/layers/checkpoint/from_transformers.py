@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chunkwise.layers import config
-from chunkwise.layers.checkpoint import from_fla, layer_types, settings
+from chunkwise.layers.checkpoint import from_fla, layer_types, rotary, settings
 from chunkwise.shared.call import checks
 
 _TABLE = settings.TABLE
@@ -74,16 +74,21 @@ def _glm5_next(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     return _kimi(s, bound)
 
 
-def _bailing_hybrid(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
-    # Ling 2.6 has the same model type, but another layer: lightning attention with norms of groups and rotary
-    # positions.
-    marked = any("kda" in name or name == "short_conv_kernel_size" for name in s.named)
-    third = any("V3" in name for name in s.named.get("architectures") or ())
+def _is_ling_2(named: Mapping[str, Any]) -> bool:
+    """Return whether a file of the type bailing_hybrid has lightning attention; Ling 3.0 has Kimi delta attention."""
+    names, found = [name for name in named if isinstance(name, str)], named.get("architectures")
+    listed = str(found) if isinstance(found, list | tuple) and all(isinstance(x, str) for x in found) else ""
+    third = "V3" in listed or any("kda" in name or name == "short_conv_kernel_size" for name in names)
+    second = "V2" in listed or not {"group_norm_size", "linear_silu"}.isdisjoint(names)
     checks.check(
-        marked or third,
-        "`hf_config` must be that of Ling 3.0, with Kimi delta attention, where `model_type` is bailing_hybrid; "
-        "got none of its settings, such as `kda_safe_gate`.",
+        third or second,
+        "`hf_config` must have a setting that tells Ling 2.x from Ling 3.0, such as `group_norm_size` or "
+        "`kda_safe_gate`, where `model_type` is bailing_hybrid; got none.",
     )
+    return not third
+
+
+def _bailing_hybrid(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     for name, value in dict(group_norm_size=1, linear_silu=True, linear_attention="kda", value_norm=False).items():
         s.require(name, value)
     # The class of transformers replaces the size of heads by the size of rotary positions.
@@ -200,6 +205,46 @@ def _minimax(s: settings.Settings, layer: int | None) -> config.LightningAttenti
     )  # fmt: skip
 
 
+def _heads(s: settings.Settings, *names: str) -> int:
+    """Return a number of heads that is a power of two: for others the slopes of these models are not in order."""
+    heads = s.whole(*names)
+    power = heads & (heads - 1) == 0
+    checks.check(power, f"`hf_config.{names[0]}` must be a power of 2 for this layer; got {heads}.")
+    return heads
+
+
+def _ling_2(s: settings.Settings, layer: int | None) -> config.LightningAttentionConfig:
+    layer = layer_types.given(layer, "which its decay depends on")
+    for name in ("use_bias", "use_qkv_bias"):
+        s.require(name, False)
+    s.require("linear_rope", True)
+    D, heads, layers = s.whole("hidden_size"), _heads(s, "num_attention_heads"), s.whole("num_hidden_layers")
+    size = s.whole("head_dim") or D // heads
+    found, scale = rotary.frequencies(s, size)
+    return config.LightningAttentionConfig(
+        D, heads, heads, size, size, eps=s.number("rms_norm_eps"), layer=layer, layers=layers,
+        # The authors count layers from 1 here, and from 0 elsewhere.
+        slope_factor=1 - (layer - 1) / max(layers - 1, 1) + 1e-5, activation="silu" if s.flag("linear_silu") else None,
+        scale=size**-0.5, qk_norm=s.flag("use_qk_norm"), frequencies=found, rotary_scale=scale,
+        groups=s.whole("group_norm_size"),
+    )  # fmt: skip
+
+
+def _minicpm_sala(s: settings.Settings) -> config.LightningAttentionConfig:
+    # These settings are those of the layers with sparse attention.
+    s.ignore("attn_use_output_gate")
+    s.require("attention_bias", False)
+    H, size = _heads(s, "lightning_nh"), s.whole("lightning_head_dim")
+    s.require("lightning_nkv", H)
+    law = s.word("lightning_scale")
+    found, scale = rotary.frequencies(s, size) if s.flag("lightning_use_rope") else ((), 1.0)
+    return config.LightningAttentionConfig(
+        s.whole("hidden_size"), H, H, size, size, eps=s.number("rms_norm_eps"), slope_factor=1.0, activation=None,
+        scale={"1/sqrt(d)": size**-0.5, "1/d": 1 / size}.get(law, 1.0), qk_norm=s.flag("qk_norm"), frequencies=found,
+        rotary_scale=scale, groups=1 if s.flag("use_output_norm") else None, gate=s.flag("use_output_gate"),
+    )  # fmt: skip
+
+
 def _xlstm(s: settings.Settings) -> config.MlstmLayerConfig:
     slstm = s.named.get("slstm_at") or s.named.get("slstm_block")
     checks.check(
@@ -261,6 +306,15 @@ _FALCON = dict(
     ssm_multipliers=(1.0,) * 5,
 )  # fmt: skip
 _MINIMAX = dict(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, head_dim=None)
+_LING_2 = dict(
+    hidden_size=2048, num_attention_heads=16, num_hidden_layers=20, head_dim=None, rms_norm_eps=1e-6, use_qk_norm=True,
+    group_norm_size=4, linear_silu=False, rope_theta=600000.0, partial_rotary_factor=0.5, max_position_embeddings=32768,
+)  # fmt: skip
+_SALA = dict(
+    hidden_size=4096, lightning_nh=32, lightning_head_dim=128, lightning_scale="1/sqrt(d)", lightning_use_rope=True,
+    rms_norm_eps=1e-6, qk_norm=True, use_output_norm=False, use_output_gate=False, rope_theta=10000.0,
+    max_position_embeddings=2048,
+)  # fmt: skip
 _XLSTM = dict(
     hidden_size=4096, num_heads=8, qk_dim_factor=0.5, v_dim_factor=1.0, norm_eps=1e-6, eps=1e-6, gate_soft_cap=15.0
 )
@@ -282,12 +336,14 @@ _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] 
     "zamba2": (_zamba2, _ZAMBA),
     "falcon_h1": (_falcon_h1, _MIXER | _FALCON),
     "minimax": (_minimax, _MINIMAX),
+    "bailing_moe_linear": (_ling_2, _LING_2),
+    "minicpm_sala": (_minicpm_sala, _SALA),
     "xlstm": (_xlstm, _XLSTM),
     "gated_deltaproduct": (from_fla.gated_deltaproduct, from_fla.PRODUCT),
     "rwkv7": (from_fla.rwkv7, from_fla.RWKV7),
 }
 # The models whose layers differ by their number.
-_BY_NUMBER = ("minimax", "rwkv7")
+_BY_NUMBER = ("minimax", "bailing_moe_linear", "rwkv7")
 # Names under which models are published, with the name in `_MODELS`.
 _PUBLISHED = dict(
     kimi_k3="kimi_linear", bailing_moe_v3="bailing_hybrid", bailing_moe_v3_vl="bailing_hybrid",
@@ -320,8 +376,8 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
       hf_config: the content of a model's config.json, as published or as transformers saves it; or a config of
         transformers, or the result of its `to_dict()`. For a model that also reads pictures, the whole config or the
         config of its text. A released file of RWKV-7 has no config: then it is the arrays of the file by name.
-      layer: number of the layer, from 0. MiniMax needs it, because its decay depends on it, and RWKV-7, whose first
-        layer differs; for every model a layer without linear attention is refused.
+      layer: number of the layer, from 0. MiniMax and Ling 2.x need it, because their decays depend on it, and RWKV-7,
+        whose first layer differs; for every model a layer without linear attention is refused.
 
     Raises:
       ValueError: no layer here serves the model; it has no linear attention, or not in this layer; a setting has
@@ -338,6 +394,7 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     kind = named.get("model_type")
     name = _PUBLISHED.get(kind, kind) if isinstance(kind, str) else ""
     name = f"{name}_text" if f"{name}_text" in _MODELS else name
+    name = "bailing_moe_linear" if kind == "bailing_hybrid" and _is_ling_2(named) else name
     known = sorted({*_MODELS, *_PUBLISHED})
     checks.check(name in _MODELS, f"`hf_config.model_type` must be one of {known}; got {settings.shown(kind)}.")
     make, defaults = _MODELS[name]

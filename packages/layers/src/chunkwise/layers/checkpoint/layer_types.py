@@ -7,8 +7,8 @@ from chunkwise.layers.checkpoint import settings
 from chunkwise.shared.call import checks
 
 # The names of layers with linear attention, alone or beside attention.
-_LINEAR = ("linear_attention", "mamba", "hybrid", "M", 0)
-_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list")
+_LINEAR = ("linear_attention", "mamba", "hybrid", "M", "lightning-attn", "lightning", 0)
+_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list", "mixer_types")
 # Whether layer i of a model has linear attention, if its file does not say it, by the defaults of transformers. Every
 # file of MiniMax and of Nemotron says it.
 _DEFAULTS: dict[str, Callable[[int], bool]] = dict(
@@ -21,7 +21,7 @@ _FLA = ("gated_deltaproduct", "rwkv7")
 _INTERVALS = dict(
     qwen3_next=("full_attention_interval", 4), qwen3_5_text=("full_attention_interval", 4),
     qwen3_5_moe_text=("full_attention_interval", 4), qwen4_exp_text=("full_attention_interval", 4),
-    bailing_hybrid=("layer_group_size", 6),
+    bailing_hybrid=("layer_group_size", 6), bailing_moe_linear=("layer_group_size", 5),
 )  # fmt: skip
 
 
@@ -61,7 +61,9 @@ def _rule(s: settings.Settings, model: str) -> Callable[[int], bool]:
     if model in _INTERVALS:
         name, known = _INTERVALS[model]
         period = s.whole(name) if s.has(name) else known
-        return lambda i: (i + 1) % period != 0
+        # The layers after the last whole group of Ling 2.x have attention, too.
+        whole = s.whole("num_hidden_layers") // period * period if model == "bailing_moe_linear" else None
+        return lambda i: (i + 1) % period != 0 and (whole is None or i < whole)
     return _DEFAULTS.get(model, lambda i: True)
 
 

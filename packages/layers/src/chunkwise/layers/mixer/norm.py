@@ -22,6 +22,13 @@ def norm_heads(run: running.Run, o, z, weight, *, activation: str, eps: float):
     )  # fmt: skip
 
 
+def rms_heads(x, weight, eps: float) -> jax.Array:
+    """Return the RMSNorm of every head of x [B, T, H, K], with one weight [K], computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * weight.astype(jnp.float32)[None, None, None]).astype(x.dtype)
+
+
 def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
     """Return the gated RMSNorm of o [B, T, HV, V] with gates z [B, T, HV V]; a norm goes over a group of heads.
 

@@ -20,7 +20,8 @@ from chunkwise.layers.devices import division
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.implementation import remat
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.mesh import context
+from chunkwise.shared.kernels.spans import segment_tables
+from chunkwise.shared.mesh import context, partition
 from chunkwise.shared.plain import stream
 from chunkwise.shared.serving import state_pool, step_table
 
@@ -29,6 +30,8 @@ AROUND = {None: None, "xla": "xla", "staged": "pallas", "fused": "pallas"}
 _DECODE = {None: None, "xla": "xla", "staged": None, "fused": "fused"}
 # The name of products of hidden states with matrices, for jax.checkpoint.
 _PROJECTED = "chunkwise_projected"
+# The weights of a convolution that returns the older one of two tokens.
+OLDER = np.array([1.0, 0.0], np.float32)
 
 # The names that `jax.checkpoint` of a layer, or of a block with a layer, keeps: the products with matrices and the
 # results of the operator's kernel, and if tokens are split, also the state that comes in, so that no device waits for
@@ -158,6 +161,26 @@ class Sequences:
             implementation=AROUND[self.implementation], sharding=division.split_heads(self.sharding, heads),
         )  # fmt: skip
 
+    def positions(self, i: int, x) -> jax.Array:
+        """Return how many tokens each token of x [B, T, D] follows, float32 [B or 1, T], with those before the cache.
+
+        Part i of the cache counts the tokens before it, [N, 1, 1].
+        """
+        T, axes = x.shape[1], checks.check_context_axis(self.context_axis)
+        token = stream.first_token(T, axes) + jnp.arange(T, dtype=jnp.int32)
+        before = jnp.zeros((1, 1), jnp.float32) if self.cache is None else self.cache.conv[i][:, 0]
+        if self.cu_seqlens is not None:
+            ends = jnp.asarray(checks.as_int32(self.cu_seqlens))
+            return _from_boundaries(token, ends, jnp.broadcast_to(before[:, 0], (ends.shape[0] - 1,)))[None]
+        ids = self._packing["segment_ids"]
+        if ids is None:
+            return before + token[None].astype(jnp.float32)
+        ids = jax.lax.all_gather(ids, axes, axis=1, tiled=True) if axes else partition.whole_rows(ids)
+        begins, start = segment_tables.find_segments(ids).begins, segment_tables.runs(ids)[0]
+        here = lambda y: jax.lax.dynamic_slice_in_dim(y, token[0], T, axis=1)
+        later = segment_tables.scan_rows(jax.lax.cummax, jnp.maximum, begins.astype(jnp.int32)) > 0
+        return jnp.where(here(later), 0.0, before) + (token[None] - here(start)).astype(jnp.float32)
+
     def operate(self, operators: Operators, *arrays, **options):
         """Return the output of an operator [B, T, HV, V] and its final states."""
         operator, packing, implementation = operators.chunk, self._packing, self.implementation
@@ -203,9 +226,19 @@ class Serving:
 
     def valid_tokens(self, x) -> jax.Array | None:
         """Return which tokens of x [1, T, D] belong to a sequence that exists, bool [1, T]."""
+        return chunking.valid_tokens(self._boundaries(x.shape[1]), None, x.shape[1])
+
+    def _boundaries(self, T: int) -> jax.Array:
+        """Return the boundaries of the sequences that exist, int32 [N + 1], which rise within T tokens."""
         ends, count = checks.as_int32(self.slots["cu_seqlens"]), self.step.num_sequences
-        ends = step_table.boundaries_of(ends, arguments.Slots(num_sequences=count), x.shape[1])
-        return chunking.valid_tokens(ends, None, x.shape[1])
+        return step_table.boundaries_of(ends, arguments.Slots(num_sequences=count), T)
+
+    def positions(self, i: int, x) -> jax.Array:
+        """Return how many tokens each token of x [1, T, D] follows, float32 [1, T], with those before the slot."""
+        T, ends = x.shape[1], self._boundaries(x.shape[1])
+        older, _ = self.convolve(i, jnp.zeros((1, T, 1), jnp.float32), OLDER[None], None, 1, None)
+        before = older[0, jnp.minimum(ends[:-1], T - 1), 0]
+        return _from_boundaries(jnp.arange(T, dtype=jnp.int32), ends, before)[None]
 
     @property
     def _conv_slots(self) -> dict:
@@ -241,6 +274,12 @@ class Serving:
 Run = Sequences | Serving
 
 
+def _from_boundaries(token: jax.Array, cu_seqlens: jax.Array, before: jax.Array) -> jax.Array:
+    """Return, float32 [T], how many tokens of its sequence are before each token, given those of each sequence [N]."""
+    owner = jnp.minimum(stream.document_of(token, cu_seqlens), cu_seqlens.shape[0] - 2)
+    return before[owner] + (token - cu_seqlens[owner]).astype(jnp.float32)
+
+
 def by_head(x, heads: int):
     """Return channels [B, T, heads size] as [B, T, heads, size]."""
     return x.reshape(*x.shape[:2], heads, -1)
@@ -265,8 +304,7 @@ def shift(run: Run, x) -> Convolved:
 
     Before a sequence they are zeros. It is a convolution that reads only the older one of two tokens.
     """
-    older = jnp.broadcast_to(jnp.array([1.0, 0.0], jnp.float32), (x.shape[2], 2))
-    return run.convolve(0, x, older, None, 1, None)
+    return run.convolve(0, x, jnp.broadcast_to(OLDER, (x.shape[2], 2)), None, 1, None)
 
 
 def project(x, *factors):

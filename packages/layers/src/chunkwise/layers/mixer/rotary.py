@@ -1,0 +1,39 @@
+"""Rotary positions: where tokens are in their sequences, and pairs of channels turned by an angle for each token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from chunkwise.layers.mixer import running
+from chunkwise.shared.call import checks
+
+
+def positions(run: running.Run, i: int, x) -> running.Convolved:
+    """Return the position of each token of x [B, T, D], float32 [B or 1, T], and part i of the cache after the tokens.
+
+    This part counts the tokens of a sequence, float32 [N, 1, 1]: positions go on from the count in a cache or a slot,
+    and otherwise begin with 0. It passes through a convolution that returns the older one of two tokens, so a serving
+    step writes it wherever it writes a convolution's inputs.
+    """
+    dtype = jnp.float32 if run.own_cache[1] is None else run.own_cache[1].conv[i].dtype
+    rule = f"`{run.own_cache[0]}.conv[{i}]`, which counts tokens, must be float32; got {dtype}."
+    checks.check(dtype == jnp.float32, rule)
+    # A count has one channel, which no kernel takes.
+    plain = dataclasses.replace(run, implementation="xla")
+    found = plain.positions(i, x)
+    # It is split over devices as x is.
+    count = jnp.zeros_like(x[..., :1], jnp.float32) + (found + 1.0)[..., None]
+    return found, plain.convolve(i, count, running.OLDER[None], None, 1, None)[1]
+
+
+def turn(x: jax.Array, position: jax.Array, frequencies: tuple[float, ...], scale: float) -> jax.Array:
+    """Return x [B, T, H, K] with the pairs of channels c and c + n turned, for the n frequencies in radians a token.
+
+    The turned channels are multiplied by a scale; channels from 2 n on stay as they are.
+    """
+    n = len(frequencies)
+    angle = position[..., None, None] * jnp.array(frequencies, jnp.float32)[None, None, None]  # [B, T, 1, n]
+    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    a, b, others = jnp.split(x.astype(jnp.float32), (n, 2 * n), axis=3)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, others], axis=3).astype(x.dtype)
