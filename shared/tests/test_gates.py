@@ -43,6 +43,18 @@ def test_gradients(bound, per_channel):
         assert_close(name, y, want, 1e-5)
 
 
+def test_the_slope_of_saturated_gates():
+    """Each gate has the digits of its slope, however near the law is to a limit, and so has the slope of the slope."""
+    u, law = np.linspace(-60.0, 60.0, 49), law_of(-5.0)
+    of = lambda x: decays(x[None, :, None], jnp.zeros(1), None, law, None).sum()
+    x = jnp.asarray(u, jnp.float32)
+    slope = 1 / (4 * np.cosh(u / 2) ** 2)
+    np.testing.assert_allclose(jax.grad(of)(x), -5 * slope, rtol=1e-6)
+    np.testing.assert_allclose(law.gradient(x, 0.0, 0.0, jnp.ones(49))[0], -5 * slope, rtol=1e-6)
+    second = jax.grad(lambda x: jax.grad(of)(x).sum())(x)
+    np.testing.assert_allclose(second, 5 * slope * np.tanh(u / 2), rtol=1e-5, atol=1e-30)
+
+
 def test_softplus_overflows_nowhere_and_is_exact_where_it_is_small():
     x = jnp.array([-1e4, -100.0, -80.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1e4, jnp.inf, -jnp.inf]).reshape(1, -1, 1)
     got = np.asarray(decays(x, jnp.zeros(1), None, Softplus(), None)).ravel()

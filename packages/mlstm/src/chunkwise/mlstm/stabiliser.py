@@ -94,10 +94,10 @@ def _scan(F: jax.Array, top: jax.Array, axis: int) -> tuple[jax.Array, jax.Array
     size, distance = F.shape[axis], 1
     if not isinstance(size, int):
         join = lambda before, now: (before[0] + now[0], jnp.maximum(now[1], now[0] + before[1]))
-        rows = tuple(jnp.moveaxis(y, axis, 0) for y in (F, top))
+        rows = jnp.moveaxis(F, axis, 0), jnp.moveaxis(top, axis, 0)
         start = jnp.zeros_like(rows[0][0]), jnp.full_like(rows[1][0], -jnp.inf)
-        after = lax.scan(lambda before, now: (join(before, now),) * 2, start, rows)[1]
-        return tuple(jnp.moveaxis(y, 0, axis) for y in after)
+        F, top = lax.scan(lambda before, now: (join(before, now),) * 2, start, rows)[1]
+        return jnp.moveaxis(F, 0, axis), jnp.moveaxis(top, 0, axis)
     while distance < size:
         F_before, top_before = _before(F, top, distance, axis)
         F, top = F + F_before, jnp.maximum(top, F + top_before)

@@ -16,8 +16,6 @@ from chunkwise.shared.kernels import activations
 
 # The implementations of operators: plain JAX, a chain with one kernel for every stage, one kernel for every direction.
 _IMPLEMENTATIONS = ("xla", "staged", "fused")
-# What people call the last one.
-_OF_KERNELS = ("pallas", "mosaic", "kernel", "tpu")
 # How an array is split over the devices of a mesh.
 Sharding = NamedSharding | PartitionSpec
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -229,7 +227,8 @@ def choose_implementation(implementation: str | None, known: tuple[str, ...], on
         raise NotImplementedError(
             f"`implementation` must be None or one of {known} for this operator; got {implementation!r}."
         )
-    kernels = '; the kernels of Pallas are "fused"' if implementation in _OF_KERNELS and "fused" in known else ""
+    pallas = implementation in ("pallas", "mosaic") and "fused" in known
+    kernels = '; the kernels of Pallas are "fused"' if pallas else ""
     check(
         implementation is None or implementation in known,
         f"`implementation` must be None or one of {known}{kernels}; got {implementation!r}.",

@@ -323,17 +323,17 @@ def read_states(pool: StatePool, slots: jax.Array, num_accepted_tokens: jax.Arra
     Args:
       pool: a StatePool.
       slots: int32 [n], traced; they may repeat. A slot that does not exist, such as a negative one, gives zeros.
-      num_accepted_tokens: int32 [n], traced, as in a serving step: how many tokens of the last decode of each slot are
-        kept, at least 1; the others are rejected guesses. None keeps all. The number of a slot is not read if a prefill
-        or `write_states` came last. Without a ring a slot has one state, so the number is 1 and any other number gives
-        zeros: `slots` then names the slot of the state after the last accepted token. Numbers that do not fit raise an
-        error outside of jit.
+      num_accepted_tokens: int32 [n], traced, as in a serving step: how many tokens of the last decode of each slot, as
+        its operator counts them, are kept, at least 1; the others are rejected guesses. None keeps all. The number of
+        a slot is not read if a prefill or `write_states` came last. Without a ring a slot has one state, so the number
+        is 1 and any other number gives zeros: `slots` then names the slot of the state after the last accepted token.
+        Numbers that do not fit raise an error outside of jit.
     """
     pool, slots = _check_given(pool, slots)
     if num_accepted_tokens is not None:
         num_accepted_tokens = _check_accepted(pool, slots, num_accepted_tokens)
         if pool.replay:
-            num_accepted_tokens *= _tokens_each(pool, slots)
+            num_accepted_tokens = jnp.clip(num_accepted_tokens, 0, pool.replay) * _tokens_each(pool, slots)
             pool = with_plain_drafts(pool)
     return load(pool, *kept_states(pool, slots, num_accepted_tokens))
 
