@@ -20,9 +20,12 @@ ENDS, SLOTS = (0, 7, T), 12
 CHANNEL_GATES = ("kda", "gdn2", "gla", "dplr_delta_rule", "rwkv7")
 # Tile sizes that are not ones.
 CONFIGS = {"causal_conv1d": (16, 128), "norm_gated": (16, 1, 16)}
-OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr", "mlstm")
+OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr", "mlstm", "mamba2")
 # The packages whose kernels a package runs.
-KERNELS_OF = {"two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}, "mlstm": {"fused_gla"}}
+KERNELS_OF = {
+    "two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}, "mlstm": {"fused_gla"},
+    "mamba2": {"fused_gla"},
+}  # fmt: skip
 
 
 def run(package: str) -> None:
@@ -45,7 +48,8 @@ def operands(name: str) -> dict[str, Any]:
         "g": -abs(draw(1, T, *gates)), "beta": abs(draw(1, T * n, HV)), "b": abs(draw(1, T, HV, K)),
         "w": abs(draw(1, T, HV, V)), "g_gamma": -abs(draw(HV)), "A_log": draw(HV), "dt_bias": draw(*gates),
         "states": draw(SLOTS, HV, K, V), "num_householder": n, "i": draw(1, T, HV), "f": draw(1, T, HV),
-        **keys, **gates_by_name,
+        "x": draw(1, T, HV, V), "dt": abs(draw(1, T, HV)), "A": -abs(draw(HV)), "B": draw(1, T, H, K),
+        "C": draw(1, T, H, K), **keys, **gates_by_name,
     }  # fmt: skip
 
 
@@ -65,8 +69,9 @@ def operator_calls(name: str, config: Any) -> list[dict[str, Any]]:
         allow_neg_eigval=True,
     )  # fmt: skip
     common = dict(
-        g=x["g"], scale=0.5, use_qk_l2norm_in_kernel=True, chunk_size=C, g_gamma=x["g_gamma"], implementation="xla"
-    )
+        g=x["g"], scale=0.5, use_qk_l2norm_in_kernel=True, chunk_size=C, g_gamma=x["g_gamma"], implementation="xla",
+        D=x["A"], z=x["x"], dt_softplus=True, dt_limit=(0.0, 1.0),
+    )  # fmt: skip
     if not name.startswith("ragged_"):
         step = dict(
             initial_state=states if name.endswith("_mlstm") else pool, state_indices=int32(3, 1),

@@ -4,6 +4,7 @@ Their kernels are Triton's. So `mamba_ssm` is a package here that has nothing bu
 references in torch, out of the folder of their repository that MAMBA_SOURCE names.
 """
 
+import functools
 import os
 import types
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from chunkwise.norm_gated import rms_norm_gated
-from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla
+from chunkwise.pipeline import chunk_mamba2, ragged_mamba2
 from tests_e2e.hosts.host import module_of, parts_of, put
 from tests_e2e.hosts.suite import compiled
 from tests_e2e.hosts.torch_arrays import Ours, to_jax, to_torch
@@ -37,14 +38,13 @@ class OnCpu(TorchFunctionMode):
 
 def mamba_chunk_scan_combined(count: Callable, x, dt, A, B, C, chunk_size, D=None, initial_states=None,
                               return_final_states=False):  # fmt: skip
-    """Return the state space model of Mamba-2 as simple GLA: queries C, keys B, values dt x and gates A dt."""
+    """Return the state space model of Mamba-2, whose state is transposed here."""
     count()
-    arrays = dict(q=C, k=B, v=dt[..., None] * x, g=A * dt)
+    arrays = dict(x=x, dt=dt, A=A, B=B, C=C) | ({} if D is None else dict(D=D))
     if initial_states is not None:
         arrays["initial_state"] = initial_states.transpose(-1, -2)
-    operator = compiled(chunk_simple_gla, scale=1.0, chunk_size=chunk_size, output_final_state=True)
+    operator = compiled(chunk_mamba2, chunk_size=chunk_size, output_final_state=True)
     o, state = Ours.apply(operator, tuple(arrays), *arrays.values())
-    o = o if D is None else o + D[:, None] * x
     return (o, state.transpose(-1, -2)) if return_final_states else o
 
 
@@ -66,12 +66,15 @@ def layernorm_fn(count: Callable, x, weight, bias, z=None, eps=1e-6, group_size=
     return Ours.apply(run, ("x", "z", "weight"), x, z, weight)[0]
 
 
-@jax.jit
-def _decode(C, B, u, g, pool, slots):
+@functools.partial(jax.jit, static_argnames="dt_softplus")
+def _decode(x, dt, B, C, z, A, pool, slots, D, dt_bias, dt_softplus):
     """Return one token of every sequence [N, HV, V], and the pool after it."""
     boundaries = jnp.arange(slots.shape[0] + 1, dtype=jnp.int32)
-    arrays = (y[None] for y in (C, B, u, g))
-    o, pool = ragged_simple_gla(*arrays, pool, boundaries, slots, num_decodes=slots.shape[0], scale=1.0)
+    x, dt, B, C, z = jax.tree.map(lambda y: y[None], (x, dt, B, C, z))
+    o, pool = ragged_mamba2(
+        x, dt, A, B, C, pool, boundaries, slots, num_decodes=slots.shape[0], D=D, z=z, dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+    )  # fmt: skip
     return o[0], pool
 
 
@@ -82,14 +85,12 @@ def selective_state_update(
     if state.ndim != 4 or dt.stride(-1) or A.stride(-1) or A.stride(-2):
         pytest.skip("Ours has one decay for a head, and theirs one for every entry of the state.")
     count()
-    step = dt[..., 0].float() + (0 if dt_bias is None else dt_bias[:, 0])
-    step = torch.nn.functional.softplus(step) if dt_softplus else step
     slots = torch.arange(len(x), dtype=torch.int32) if state_batch_indices is None else state_batch_indices
-    arrays = (C, B, step[..., None] * x.float(), A[:, 0, 0] * step, state.transpose(-1, -2), slots)
-    o, after = map(to_torch, _decode(*map(to_jax, arrays)))
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    arrays = (x, dt[..., 0], B, C, z, A[:, 0, 0], state.transpose(-1, -2), slots, D, bias)
+    o, after = map(to_torch, _decode(*(None if y is None else to_jax(y) for y in arrays), dt_softplus))
     state.copy_(after.transpose(-1, -2))
-    o = o if D is None else o + D * x
-    return (o if z is None else o * torch.nn.functional.silu(z.float())).to(x.dtype)
+    return o
 
 
 def install(count: Callable[[], None]) -> None:

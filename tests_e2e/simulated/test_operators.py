@@ -40,6 +40,7 @@ THOROUGH = dict(
     test_segments_in_several_chunks=True,
     test_chunks_in_turn=True,
     test_erase_gates=lambda gradients: gradients,
+    test_heads_side_by_side=lambda dtype: dtype == "bfloat16",
 )
 
 
@@ -53,6 +54,15 @@ def test_operator(operator, batch, gradients, dtype, cores):
     And gates that only the second path of the kernels of kda and gla can hold.
     """
     assert_operator(operator, *BATCHES[batch], gradients, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])
+def test_heads_side_by_side(dtype, cores):
+    """Simple GLA with four heads of 32 channels in a register, and keys of no whole register."""
+    x = inputs.make_inputs(1, 60, 1, 4, 48, 32, dtype=jnp.dtype(dtype), num_states=6)
+    del x["beta"]
+    options = dict(chunk_size=16, implementation="fused", config=fused_gla.Config(4, 4, 2))
+    assert_recurrence(fused_gla.chunk_simple_gla, x, **PACK, **options)
 
 
 @pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 2)])

@@ -23,6 +23,7 @@ from chunkwise.fused_gla import channels, config, loads, normaliser, packs, tile
 from chunkwise.fused_gla.operands import GlaOperands, GlaRefs, GlaStatic
 from chunkwise.shared.kernels import launcher, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
+from chunkwise.shared.kernels.spans.operands import ABSENT
 
 # How many heads the forward takes in lock-step where gates are per head and differ from token to token.
 HEADS = 8
@@ -110,6 +111,7 @@ def pass_in_packs(
         k, v = loads.load_keys(refs.k, refs, s, chunk, heads), loads.load_packs(refs.v, refs, s, chunk, heads)
         S, n = normaliser.split(refs.state[heads], s)  # [heads, V, K], and [heads, 1, K]
         exponents = packs.over_lanes(mine.sums, p, s.V, count)
+        q = of_pairs = from_state = ABSENT
         if output:
             q = loads.load_keys(refs.q, refs, s, chunk, heads)
             if heads.start % group == 0:

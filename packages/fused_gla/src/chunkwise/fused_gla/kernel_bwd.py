@@ -75,7 +75,7 @@ def _chunk_in_groups(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
         keys = loads.key_heads(refs, s, heads)
         begins, ends = heads.start % group == 0, heads.stop % group == 0
         q, k, v = loads.load_tensors(refs, s, chunk, heads)
-        decays = _stored_decays(refs, s, heads)
+        decays: Any = _stored_decays(refs, s, heads)
         do = loads.load(refs.do, s.V, s, chunk, heads).astype(k.dtype)  # [heads, C, V]
         states = lambda: (refs.states[chunk.index, heads], refs.dstate[heads])
         S, dS = states()  # [heads, V, K]
@@ -102,7 +102,7 @@ def _recompute_in_packs(refs: GlaRefs, s: GlaStatic, chunk: StageChunk) -> None:
     """Store the state after a chunk, as `_recompute_state` does, where gates differ from token to token."""
     before, after = refs.states.at[chunk.index], refs.states.at[chunk.index + 1]
     chunk = loads.isolate(refs, s, chunk, ("k", "v"), (before, chunk.carried))
-    kernel.pass_in_packs(refs._replace(state=before, o=None), s, chunk, after)
+    kernel.pass_in_packs(refs._replace(state=before), s, chunk, after)
     # The state before the chunk may have been cleared, but the gradients must see that it is not finite.
     loads.poison(s, chunk, (), (after, chunk.ending), (before, chunk.carried))
 

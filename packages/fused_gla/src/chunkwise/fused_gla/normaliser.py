@@ -56,7 +56,7 @@ class Divided(NamedTuple):
     """
 
     n: jax.Array
-    dn: jax.Array
+    dn: Any
     least: jax.Array
     eps: Any
     e: Any = None

@@ -241,7 +241,7 @@ class Blocks:
         """Cut always the same block, which nobody reads, of flat tokens x [B, T, all lanes]."""
         return windows.along((None, 16, min(packed.LANES, x.shape[2])))
 
-    def per_row(self, *tail: int) -> pl.BlockSpec:
+    def per_row(self, *tail: int | None) -> pl.BlockSpec:
         """Cut an array with one entry for every row of the batch, [B, HV, ...]; `tail` is (heads of a block, ...)."""
         return windows.along((None, *tail), 0, 1)
 

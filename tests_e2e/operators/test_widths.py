@@ -1,0 +1,75 @@
+"""Heads of every usual width are read and written where projections leave them: XLA pads and copies no tokens.
+
+An operator is a row of OPERATORS: its function, and the arrays that it takes beside q, k and v, by name.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from chunkwise import pipeline
+from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.testing import tpu
+from chunkwise.shared.testing.inputs import spec
+
+pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="needs libtpu")]
+B, T, H = 1, 512, 8
+WIDTHS = (
+    *((n, n) for n in (16, 32, 48, 64, 80, 96, 112, 160, 192, 256)), (128, 64), (128, 80), (96, 192), (64, 128),
+)  # fmt: skip
+
+
+def mamba2(q, k, v, dt, A, D, **options):
+    return pipeline.chunk_mamba2(v, dt, A, k, q, D, dt_softplus=True, **options)
+
+
+OPERATORS = {
+    "simple_gla": (pipeline.chunk_simple_gla, lambda K, V: dict(g=spec(B, T, H))),
+    "gla": (pipeline.chunk_gla, lambda K, V: dict(g=spec(B, T, H * K))),
+    "mlstm": (pipeline.chunk_mlstm, lambda K, V: dict(i=spec(B, T, H), f=spec(B, T, H))),
+    "mamba2": (mamba2, lambda K, V: dict(dt=spec(B, T, H), A=spec(H), D=spec(H))),
+}
+QUICK = (("simple_gla", (64, 64)), ("simple_gla", (128, 80)), ("mamba2", (128, 64)))
+THOROUGH = dict(
+    test_nothing_stands_around_a_launch=lambda operator, widths, chip: (operator, widths) not in QUICK or chip != "v6e"
+)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "x".join(map(str, widths)))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nothing_stands_around_a_launch(operator, widths, chip):
+    (function, more), (K, V) = OPERATORS[operator], widths
+    tokens = lambda width: spec(B, T, H * width, dtype=jnp.bfloat16)
+    x = dict(q=tokens(K), k=tokens(K), v=tokens(V)) | more(K, V)
+
+    def run(x, do):
+        def flat(x):
+            by_head = {name: y.reshape(B, T, H, -1) if y.shape[-1] > H else y for name, y in x.items()}
+            return function(**by_head, implementation="fused")[0].reshape(B, T, -1)
+
+        o, pullback = jax.vjp(flat, x)
+        return o, pullback(do)[0]
+
+    assert not around_launches(tpu.compile_for(run, x, x["v"], chip=chip).as_text(), B * T * H * min(K, V))
+
+
+def around_launches(text: str, size: int) -> list[str]:
+    """Return the operations of a compiled program that make an array of so many numbers or more, but for kernels."""
+    entry = re.search(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)
+    assert entry is not None
+    assert tpu.launches(text)
+    # A copy that starts and is done is one to fast memory, ahead of its launch.
+    nothing = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call", "constant"}
+    nothing |= {"copy-start", "copy-done"}
+    found = []
+    for line in entry[0].splitlines():
+        made = re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([\w\-]+)\(", line)
+        if made and made[2] not in nothing:
+            arrays = re.findall(r"\w+\[([\d,]+)\]", made[1])
+            if any(math.prod(map(int, sizes.split(","))) >= size for sizes in arrays):
+                found.append(line.strip()[:200])
+    return found
