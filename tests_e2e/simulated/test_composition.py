@@ -13,7 +13,7 @@ from chunkwise.shared.testing import inputs
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from tests.recurrence import assert_recurrence
 
-CONFIGS = {"chunk_gated_delta_product": fused_gdn.Config(1, 1), "chunk_dplr_delta_rule": kda.Config(1, 1)}
+CONFIGS = {"chunk_gated_delta_product": fused_gdn.Config(2, 2), "chunk_dplr_delta_rule": kda.Config(2, 2)}
 # The kernels are those of other operators, of which a sample runs in every session.
 THOROUGH = dict(test_operator=True, test_mlstm=True)
 
@@ -21,7 +21,7 @@ THOROUGH = dict(test_operator=True, test_mlstm=True)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_operator(name):
     entry, pack = COMPOSED[name], inputs.boundaries(3, 0, 17, 4)
-    x = entry.source.inputs(1, 26, 1, 2, 12, 20, num_states=4)
+    x = entry.source.inputs(1, 26, 2, 2, 24, 40, num_states=4)
 
     judge = lambda do=None, dht=None, cu_seqlens=None, **x: entry.source.reference(
         x, cu_seqlens=cu_seqlens, do=do, dht=dht

@@ -41,6 +41,14 @@ def test_forward_and_backward_compile(packed, bound, K, dtype, chip):
     assert "chunk_kda_bwd_c64" in text
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_widths_compile(chip):
+    """Heads of two widths, and heads of 64 channels, which lie side by side."""
+    widths = {"v5e": (80, 112), "v5p": (16, 160), "v6e": (96, 192), "tpu7x": (48, 256)}
+    for K, V in ((64, 64), widths[chip]):
+        compile_gradient(chunk_kda, tokens(1, 130, 2, 2, K, V, jnp.bfloat16, per_channel=True), None, chip)
+
+
 @pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
 def test_long_rows_compile(chip):
     """The inverses have a stage of their own."""

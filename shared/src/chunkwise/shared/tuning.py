@@ -123,11 +123,13 @@ def piece_chunks(chunks: int, sequences: int, most: int, over_pool: bool = False
 def divides_groups(heads: int, H: int, HV: int, K: int = LANES, V: int = LANES) -> bool:
     """Return whether blocks of `heads` value heads hold whole groups that share a key head, or lie inside a group.
 
-    A block of a flat tensor is whole registers, or all heads of it; heads of K and V channels must fit, too.
+    A block of a flat tensor is whole registers, or all heads of it. Heads of K channels must fit, as keys and as gates
+    of value heads, and heads of V channels.
     """
     group, keys = HV // H, max(heads * H // HV, 1)
     whole = heads >= 1 and HV % heads == 0 and (heads % group == 0 or group % heads == 0)
-    return whole and (heads == HV or heads * V % LANES == 0) and (keys == H or keys * K % LANES == 0)
+    registers = heads == HV or (heads * K % LANES == 0 and heads * V % LANES == 0)
+    return whole and registers and (keys == H or keys * K % LANES == 0)
 
 
 def largest_divisor(size: int, most: int) -> int:

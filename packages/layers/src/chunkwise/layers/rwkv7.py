@@ -237,17 +237,16 @@ def _mix(
         first = chunking.select_tokens(valid, flat(v_first))
         share = jax.nn.sigmoid(added(running.project(x_v, *w.first), w.first_bias))
         v = (wide(v) + (wide(first) - wide(v)) * share).astype(x.dtype)
-    sums = lambda y: norm.sum_heads(run, y, config.H)
     kappa = wide(k) * wide(w.k_k)[None, None]
     # Zeros stay zeros, with a gradient that is finite.
-    kappa = kappa * jax.lax.rsqrt(jnp.maximum(sums(kappa * kappa), 1e-24))
+    kappa = kappa * jax.lax.rsqrt(jnp.maximum(norm.sum_heads(run, kappa * kappa, config.H), 1e-24))
     k = wide(k) * (1 + (rate - 1) * wide(w.k_a)[None, None])
     narrow = lambda y: heads(y.astype(x.dtype))
     o, state = run.operate(
         _OPERATORS, heads(r), narrow(k), heads(v), narrow(-kappa), narrow(kappa * rate), heads(decay), scale=1.0,
         min_gate=_PROMISE,
     )  # fmt: skip
-    own = sums(wide(r) * k * wide(w.r_k).reshape(1, 1, -1))
+    own = norm.sum_heads(run, wide(r) * k * wide(w.r_k).reshape(1, 1, -1), config.H, config.V)
     y = norm.layer_norm_heads(run, flat(o), w.norm, w.norm_bias, config.HV, config.eps) + own * wide(v)
     return running.project_out(narrow(y * wide(gate)), w.out, x), caches.Cache((shifted,), state), heads(first)
 

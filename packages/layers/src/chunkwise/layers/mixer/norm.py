@@ -70,18 +70,23 @@ def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_befor
     return (y * gate if norm_before_gate else y).astype(o.dtype)
 
 
-def sum_heads(run: running.Run, y, heads: int) -> jax.Array:
-    """Return the sum over the channels of every head of y [B, T, heads size] float32, in each channel of the head.
+def sum_heads(run: running.Run, y, heads: int, channels: int | None = None) -> jax.Array:
+    """Return the sum over every head of y [B, T, heads size] float32, in each of its `channels`, which are `size`.
 
     A TPU copies y to take narrow heads apart, because the lanes of a register are 128. Products with a table of heads
     sum flat channels as they lie.
     """
     devices = division.devices_of_heads(run.sharding, running.by_head(y, heads))
-    parts = running.by_head(y, devices)
-    member = jnp.arange(parts.shape[3])[:, None] // (y.shape[2] // heads) == jnp.arange(heads // devices)[None]
-    table, exact = member.astype(jnp.float32), jax.lax.Precision.HIGHEST  # [channels, heads] of a device
-    sums = jnp.einsum("btdc,ch->btdh", parts, table, precision=exact)
-    return jnp.einsum("btdh,ch->btdc", sums, table, precision=exact).reshape(y.shape)
+    parts, each = running.by_head(y, devices), heads // devices
+
+    def table(size: int) -> jax.Array:
+        member = jnp.arange(each * size)[:, None] // size == jnp.arange(each)[None]
+        return member.astype(jnp.float32)
+
+    size, exact = y.shape[2] // heads, jax.lax.Precision.HIGHEST
+    sums = jnp.einsum("btdc,ch->btdh", parts, table(size), precision=exact)
+    sums = jnp.einsum("btdh,ch->btdc", sums, table(channels or size), precision=exact)
+    return sums.reshape(*y.shape[:2], -1)
 
 
 def layer_norm_heads(run: running.Run, o, weight, bias, heads: int, eps: float) -> jax.Array:
