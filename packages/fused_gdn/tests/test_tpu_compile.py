@@ -15,7 +15,9 @@ from tests.transforms import KEEPING
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
 THOROUGH = dict(
     test_forward_and_backward=lambda K, V: K != V and (K, V) != (96, 192),
-    test_sixteen_long_sequences=True, test_states_and_float32=True, test_split_tokens=True,
+    test_sixteen_long_sequences=True,
+    test_states_and_float32=True,
+    test_split_tokens=True,
 )
 
 

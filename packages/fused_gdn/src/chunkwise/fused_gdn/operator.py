@@ -38,8 +38,8 @@ def config_for(x: Arguments, options: Options) -> config.Config:
         )
         checks.check(
             tuning.divides_groups(heads, keys, HV, K, V),
-            f"`config.{name}` must be all {HV} value heads, or so many that those of K = {K} and of V = {V} channels each "
-            f"fill whole registers of {tuning.LANES}; got {heads}.",
+            f"`config.{name}` must be all {HV} value heads, or so many that those of K = {K} and of V = {V} channels "
+            f"each fill whole registers of {tuning.LANES}; got {heads}.",
         )
     return sizes
 
