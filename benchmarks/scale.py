@@ -73,8 +73,7 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
         summaries = [name for name in earlier if "_summary_" in name]
         moved, around = tpu.launch_bytes(text), tpu.operations(text)
         counted = tpu.counts(folder, set(moved), turns_of(dataclasses.replace(case, T=T)))
-        floor = lambda name: moved[name] / chip.bandwidth_tb_s / 1e9
-        found = counted and {name: times.Launch(*counts, floor(name)) for name, counts in counted.items()}
+        found = tpu.timed(counted, moved, lambda n: n / chip.bandwidth_tb_s / 1e9)
         return {
             "kernels": len(moved),
             "summary_bundles": (found and sum(found[name].bundles for name in summaries)) or None,

@@ -157,10 +157,10 @@ def launch_bytes(text: str) -> dict[str, int]:
     return {name: sum(map(size, shapes(name))) for name in launches(text)}
 
 
-def counts(folder: str, kernels: set[str], turns: Turns | None = None) -> dict[str, tuple[int, int]] | None:
+def counts(folder: str, kernels: set[str], turns: Turns | None = None) -> dict[str, tuple[int, int]]:
     """Return the bundles of each kernel, without waits, and the steps of its grid.
 
-    None is returned if there is no kernel, or if one has no dump or a loop whose number of iterations is not known.
+    A kernel is left out if it has no dump, or a loop whose number of iterations is not known.
 
     Args:
       folder: the folder of the dumps.
@@ -179,7 +179,22 @@ def counts(folder: str, kernels: set[str], turns: Turns | None = None) -> dict[s
             counted = regions.kernel_bundles(loop, *told), loop.turns - 2
         if counted is not None:
             found[name[1]] = counted
-    return found if kernels and found.keys() == kernels else None
+    return found
+
+
+def timed(
+    counted: dict[str, tuple[int, int]], moved: dict[str, int], floor: Callable[[int], float]
+) -> dict[str, times.Launch] | None:
+    """Return the launches of kernels by name, or None if there is no kernel, or one that `counts` left out.
+
+    Args:
+      counted: the result of `counts`.
+      moved: the result of `launch_bytes`.
+      floor: from bytes to the milliseconds that the memory takes for them.
+    """
+    if not moved or counted.keys() != moved.keys():
+        return None
+    return {name: times.Launch(*counted[name], floor(n)) for name, n in moved.items()}
 
 
 @contextlib.contextmanager
@@ -226,11 +241,13 @@ def figures(
         kinds = operations_by_kind(text)
         around = sum(cycles.values()) - kernel if kernel else kinds.total()
         floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
-        found = counted and {name: times.Launch(*counted[name], floor(n)) for name, n in moved.items()}
+        found, cycles_of = timed(counted, moved, floor), lambda n: round(floor(n) * CHIPS[chip].clock_ghz * 1e6)
+        least = [max(counted.get(name, (0,))[0], cycles_of(n)) for name, n in moved.items()]
         return {
             "kernel_cycles": kernel or None,
             "around_cycles": around,
             "operations": kinds,
+            "least_kernel_cycles": sum(least),
             "bundles": found and sum(x.bundles for x in found.values()),
             "grid_steps": found and sum(x.grid_steps for x in found.values()),
             "launches": found,

@@ -68,6 +68,29 @@ def cost_composition() -> str:
 
 
 @tables.block
+def tpu_whole_mixers() -> str:
+    """The shares of a model's mixer with its projections: products, kernels, and operations that only move numbers."""
+    names = {
+        "mixer-olmo-hybrid": "OLMo-hybrid", "mixer-nemotron-h": "Nemotron-H", "mixer-granite-4": "Granite-4",
+        "mixer-rwkv7": "RWKV-7",
+    }  # fmt: skip
+    rows = tables.rows_of("tpu-whole-mixers")
+    lines = [row for case in names for row in tables.select(rows, case=case)]
+
+    def part(cycles):
+        total = lambda row: row["least_kernel_cycles"] + sum(row["operations"].values())
+        return lambda row: f"{tables.whole(cycles(row))}, {tables.percent(cycles(row) / total(row))}"
+
+    kind = lambda name: part(lambda row: row["operations"][name])
+    columns = {
+        "mixer": lambda row: names[row["case"]], "pass": tables.way, "products, cycles": kind("products"),
+        "kernels, at least": part(lambda row: row["least_kernel_cycles"]), "copies": kind("copies"),
+        "other operations": kind("others"), "temporaries, MiB": tables.memory("temporaries_mib"),
+    }  # fmt: skip
+    return tables.table(lines, columns)
+
+
+@tables.block
 def tpu_block() -> str:
     """A whole block of Qwen3.5-9B."""
     counted = tables.rows_of("tpu-block-kernels")

@@ -15,7 +15,7 @@ from benchmarks.figures import evidence, serving, tables
 from benchmarks.regions import Loop, Region, kernel_bundles, read_loop
 from benchmarks.scale import MIB, _sent, map_bytes, ring_attention_bytes, scan_bytes
 from benchmarks.step import Mixture, branch_cycles, estimate, prefill_runs
-from benchmarks.tpu import _static, counts, launch_bytes, operations
+from benchmarks.tpu import _static, counts, launch_bytes, operations, operations_by_kind
 from benchmarks.turns import turns, turns_of
 from chunkwise.command import times
 from chunkwise.command.models import Layer
@@ -42,6 +42,19 @@ def test_cycles_of_operations():
     assert operations(inside + other + entry.replace("add(%a, %a)", branches)) == 120 + 7
 
 
+def test_kinds_of_operations():
+    """A fusion with a product is a product, and one that only moves numbers a copy."""
+    cycles = lambda n: f', backend_config={{"estimated_cycles":"{n}"}}'
+    fusion = lambda name, *lines: f"%{name} (a: f32[2]) -> f32[2] {{\n" + "\n".join(lines) + "\n}\n"
+    text = fusion("moves", "  ROOT %p = f32[2]{0:T(8)} pad(%a, %b)")
+    text += fusion("multiplies", "  %c = f32[2]{0} convolution(%a, %a)", "  ROOT %d = f32[2]{0} add(%c, %a)")
+    text += fusion("adds", "  ROOT %e = f32[2]{0} add(%a, %a)")
+    lines = [f"  %f{n} = f32[2]{{0}} fusion(%a), calls=%{x}{cycles(n)}" for n, x in ((1, "moves"), (20, "multiplies"))]
+    lines += [f"  %g = f32[2]{{0}} fusion(%a), calls=%adds{cycles(300)}", f"  %h = f32[2]{{0}} copy(%a){cycles(4000)}"]
+    text += "ENTRY " + fusion("main", *lines)
+    assert operations_by_kind(text) == {"copies": 4001, "products": 20, "others": 300}
+
+
 def test_static_figures(tmp_path):
     name = "0-kernel-1-final_hlo-static-per-bundle-utilization.txt"
     head = "\nMXU, VALU, VSTORE:SPILL\n 2 4 1\n== UTILIZATION:\n"
@@ -65,8 +78,8 @@ def test_bundles_of_the_loop_over_the_grid(inner, test, expected, tmp_path):
     lines += ["0x4   : > { %p = scmp.ge.s32.totalorder %s, 6 /* loop exit test */ }", "0x5   :  { %d }"]
     for name in ("kernel.1", "copy.2"):  # the copy is not a kernel
         (tmp_path / f"7-{name}-03-final_bundles.txt").write_text("\n".join(lines))
-    assert counts(str(tmp_path), {"kernel.1"}) == (expected and {"kernel.1": expected})
-    assert counts(str(tmp_path), {"kernel.1", "kernel.2"}) is None
+    for kernels in ({"kernel.1"}, {"kernel.1", "kernel.2"}):
+        assert counts(str(tmp_path), kernels) == ({"kernel.1": expected} if expected else {})
 
 
 def test_bytes_of_launches():

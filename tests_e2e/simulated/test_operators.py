@@ -41,6 +41,7 @@ THOROUGH = dict(
     test_long_rows=True,
     test_segments_in_several_chunks=True,
     test_chunks_in_turn=True,
+    test_widths_of_heads=lambda K, dtype: (K, dtype) != (96, "bfloat16"),
     test_erase_gates=lambda gradients: gradients,
     test_heads_side_by_side=lambda dtype: dtype == "bfloat16",
 )
@@ -105,12 +106,22 @@ def test_erase_gates(gradients):
     assert_operator("gdn2", {}, (1, 24), True, gradients, "float32")
 
 
-def assert_operator(operator, sequences, sizes, states, gradients, dtype, config=None, more=None):
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("bfloat16", 1)])
+@pytest.mark.parametrize(("K", "V"), [(96, 192), (64, 64), (16, 80)])
+def test_widths_of_heads(K, V, dtype, cores):
+    """Tiles that are no whole registers, two chunks in turn."""
+    config = fused_gdn.Config(2, 2, turns=2)
+    assert_operator("gated_delta_rule", {}, (1, 128), True, True, dtype, config, heads=(1, 2, K, V))
+
+
+def assert_operator(
+    operator, sequences, sizes, states, gradients, dtype, config=None, more=None, heads=None
+):  # fmt: skip
     """Fail unless an operator gives the values, and if asked for the gradients, of the float64 recurrence."""
     entry = operators.OPERATORS[f"chunk_{operator}"]
     count = len(sequences["cu_seqlens"]) - 1 if "cu_seqlens" in sequences else sizes[0]
     gate = "resets" if dtype == "bfloat16" and entry.per_channel else "logsigmoid"
-    heads = SIDE_BY_SIDE if operator in ("kda", "comba") else SHARED
+    heads = heads or (SIDE_BY_SIDE if operator in ("kda", "comba") else SHARED)
     x = entry.source.inputs(*sizes, *heads, dtype=jnp.dtype(dtype), num_states=count * states, gate=gate)
     options = dict(use_qk_l2norm_in_kernel=True) if entry.delta and dtype == "bfloat16" else {}
     options |= dict(chunk_size=16, implementation="fused", config=config or CONFIGS[operator], **more or {})

@@ -65,9 +65,7 @@ class GdnChunksRefs(NamedTuple):
     A_inv_out: jax.Ref  # [chunks, packs of a chunk, C, p C] of the second stage
     M: jax.Ref  # [heads, K, K]
     pool_out: jax.Ref  # [heads, K, V], not padded
-    state: (
-        jax.Ref
-    )  # float32 [heads, K, V], or with M [heads, K, lanes of V + K]; the Ref ht, if that alone is requested
+    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, lanes of V + K]; or the Ref ht
     # What the first stage leaves for the second.
     start: jax.Ref  # float32 [n, C, p C], decays from the start of a chunk
     end: jax.Ref  # float32 [n, C, p C], decays to its end, times beta
