@@ -18,7 +18,7 @@ THEMES = {
     "": ("#24292f", "#d0d7de", ("#1f6fd0", "#c2410c", "#2b8a3e", "#8250df")),
     "-dark": ("#e6edf3", "#3d444d", ("#6cb0ff", "#ff9a5c", "#5fd07a", "#c4a1ff")),
 }
-LABELS, WIDTH, LINE, TOP, BOTTOM = 190, 910, 20, 40, 26
+LABELS, WIDTH, LINE, TOP, BOTTOM = 200, 910, 23, 48, 28
 # A dot of a kind: a circle, a square, a triangle or a diamond of about one size.
 SHAPES = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z", "M-4,-4h7v7h-7z", "M0,-5l5,8h-10z", "M0,-5l5,5l-5,5l-5,-5z")
 # What is drawn of a row of a layer.
@@ -78,12 +78,12 @@ def draw(picture: Picture, theme: str) -> str:
     out = [text(LABELS - 8, TOP + LINE * (i + 0.7), row, 'text-anchor="end"') for i, row in enumerate(rows)]
     for i, kind in enumerate(kinds):
         x = LABELS + i * (WIDTH - LABELS) / len(kinds)
-        out += [dot(i, x + 5, 8), text(x + 14, 12, kind)]
+        out += [dot(i, x + 5, 10), text(x + 15, 15, kind)]
     for i, (name, of_rows) in enumerate(picture.panels.items()):
         left, right = LABELS + panel * i + 6, LABELS + panel * (i + 1) - 26
         times = [ms for dots in of_rows.values() for ms in dots.values()]
         ticks = _ticks(min(times), max(times))
-        every = 1 if (right - left) / len(ticks) > 30 else 3
+        every = 1 if (right - left) / len(ticks) > 40 else 3
         scale = (right - left) / math.log(ticks[-1] / ticks[0])
         at = lambda ms, left=left, scale=scale, first=ticks[0]: left + scale * math.log(ms / first)
         out.append(text(left, TOP - 8, f"{name}, ms", 'font-weight="bold"'))
@@ -98,7 +98,7 @@ def draw(picture: Picture, theme: str) -> str:
                 out.append(line(at(min(dots.values())), y, at(max(dots.values())), y))
             out += [dot(kind, at(ms), y) for kind, ms in dots.items()]
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
-    style = f'font-family="sans-serif" font-size="11" fill="{ink}"'
+    style = f'font-family="sans-serif" font-size="13" fill="{ink}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(out) + "\n</svg>\n"
 
 
@@ -159,7 +159,7 @@ def decode_times() -> Picture:
 
     def layer(row):
         found = decode_mixer.MIXERS[row["case"]]
-        return f"{tables.TITLES[found.operator]}, {found.H}/{found.HV}"
+        return f"{tables.TITLES[found.operator].removeprefix('gated ')}, {found.H}/{found.HV}"
 
     of_one = lambda mixture: mixture.W == 1 and not mixture.prefills
     rows = [x for x in tables.rows_of("decodes") if x.get("cycles") and of_one(steps.MIXTURES[x["mixture"]])]
