@@ -46,6 +46,11 @@ LAYERS = {
     "kimi_delta_attention_bounded": named(
         "kimi_delta_attention", layers.KimiDeltaAttentionConfig(**SIZES, lower_bound=-3.0)
     ),
+    # As flash-linear-attention has it.
+    "kimi_delta_attention_biased": named(
+        "kimi_delta_attention",
+        layers.KimiDeltaAttentionConfig(**SIZES, R=8, allow_neg_eigval=True, gate_bias=True),
+    ),
     "mamba2_mixer": named("mamba2_mixer", layers.Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6))),
     "lightning_attention": named("lightning_attention", layers.LightningAttentionConfig(**SIZES, layer=1, layers=3)),
     "lightning_attention_turned": named(
@@ -62,6 +67,10 @@ LAYERS = {
         ),
     ),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
+    "delta_net": named(
+        "gated_delta_product",
+        layers.GatedDeltaProductConfig(**SIZES, num_householder=1, forget_gate=False, output_gate=False),
+    ),
     "rwkv7_attention": named(
         "rwkv7_attention",
         layers.Rwkv7AttentionConfig(**SIZES | dict(H=4), R_decay=5, R_rate=6, R_gate=7),
@@ -136,7 +145,11 @@ def oracle(
             f = f @ factor
         for factor in w.z:
             z = z @ factor
-        laws, _ = law_reference(by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound)
+        z = z + (w.z_bias if c.gate_bias else 0)
+        laws, _ = law_reference(
+            by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound,
+            allow_neg_eigval=c.allow_neg_eigval,
+        )  # fmt: skip
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
         y = conv_norm_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
     else:
@@ -191,7 +204,8 @@ def gated_delta_product_oracle(c: layers.GatedDeltaProductConfig, x, w, cache: l
         packing,
         use_qk_l2norm_in_kernel=True,
     )
-    y = conv_norm_oracle.rms_norm_gated(o, (x @ w.z).reshape(o.shape), w.norm, eps=c.eps)
+    z, name = ((x @ w.z).reshape(o.shape), "silu") if c.output_gate else (np.ones(o.shape), None)
+    y = conv_norm_oracle.rms_norm_gated(o, z, w.norm, name=name, eps=c.eps)
     return y.reshape(B, T, -1) @ w.out, layers.Cache(conv, state)
 
 
@@ -268,6 +282,7 @@ def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, p
 
 
 BY_COMPOSITION = {
-    "gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle,
-    "lightning_attention": lightning_oracle, "lightning_attention_turned": lightning_oracle,
+    "gated_delta_product": gated_delta_product_oracle, "delta_net": gated_delta_product_oracle,
+    "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle, "lightning_attention": lightning_oracle,
+    "lightning_attention_turned": lightning_oracle,
 }  # fmt: skip

@@ -13,7 +13,15 @@ from chunkwise.shared.call import checks
 # The defaults of flash-linear-attention for settings that a file leaves out.
 PRODUCT = dict(
     hidden_size=2048, num_heads=6, head_dim=256, expand_v=2.0, conv_size=4, norm_eps=1e-6, use_forget_gate=False,
-    allow_neg_eigval=False, num_householder=1,
+    allow_neg_eigval=False, num_householder=1, use_output_gate=True,
+)  # fmt: skip
+DELTA_NET = dict(
+    hidden_size=2048, num_heads=16, expand_k=1.0, expand_v=1.0, conv_size=4, norm_eps=1e-6, allow_neg_eigval=False,
+    use_gate=False,
+)  # fmt: skip
+GROUPED = dict(
+    hidden_size=2048, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, conv_size=4, norm_eps=1e-6,
+    allow_neg_eigval=False, output_gate_activation="swish", lower_bound=None,
 )  # fmt: skip
 RWKV7 = dict(
     hidden_size=2048, head_dim=64, num_heads=None, decay_low_rank_dim=64, a_low_rank_dim=64, gate_low_rank_dim=128,
@@ -25,16 +33,64 @@ _RANKS = dict(w="R_decay", a="R_rate", g="R_gate", v="R_first")
 _WHY = "because the first one takes no values of another"
 
 
+def _expanded(s: settings.Settings, name: str, channels: int, heads: int = 1) -> int:
+    """Return the channels of each head that a factor makes of some channels."""
+    expand = s.number(name)
+    size = int(channels * expand) // heads
+    whole = size > 0 and channels * expand == size * heads
+    parts = f"of {channels}" if heads == 1 else f"of {channels} for {heads} heads"
+    checks.check(whole, f"`hf_config.{name}` must make whole channels {parts}; got {expand}.")
+    return size
+
+
 def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
     """Return the config of Gated DeltaProduct."""
-    for name in ("use_short_conv", "use_output_gate"):
-        s.require(name, True)
-    H, K, expand = s.whole("num_heads"), s.whole("head_dim"), s.number("expand_v")
-    V = int(K * expand)
-    checks.check(V > 0 and K * expand == V, f"`hf_config.expand_v` must make whole channels of {K}; got {expand}.")
+    s.require("use_short_conv", True)
+    H, K = s.whole("num_heads"), s.whole("head_dim")
     return config.GatedDeltaProductConfig(
-        s.whole("hidden_size"), H, H, K, V, s.whole("conv_size"), s.number("norm_eps"), s.whole("num_householder"),
-        s.flag("use_forget_gate"), s.flag("allow_neg_eigval"),
+        s.whole("hidden_size"), H, H, K, _expanded(s, "expand_v", K), s.whole("conv_size"), s.number("norm_eps"),
+        s.whole("num_householder"), s.flag("use_forget_gate"), s.flag("allow_neg_eigval"), s.flag("use_output_gate"),
+    )  # fmt: skip
+
+
+def delta_net(s: settings.Settings) -> config.GatedDeltaProductConfig:
+    """Return the config of DeltaNet: one step of the delta rule a token, and no decay."""
+    known = dict(use_short_conv=True, use_beta=True, use_output_norm=True, qk_norm="l2", qk_activation="silu")
+    for name, value in known.items():
+        s.require(name, value)
+    D, H = s.whole("hidden_size"), s.whole("num_heads")
+    return config.GatedDeltaProductConfig(
+        D, H, H, _expanded(s, "expand_k", D, H), _expanded(s, "expand_v", D, H), s.whole("conv_size"),
+        s.number("norm_eps"), num_householder=1, forget_gate=False, allow_neg_eigval=s.flag("allow_neg_eigval"),
+        output_gate=s.flag("use_gate"),
+    )  # fmt: skip
+
+
+def _grouped(s: settings.Settings) -> tuple[int, ...]:
+    """Return D, H, HV, K, V and W of a layer whose value heads may share a key head."""
+    H, K = s.whole("num_heads"), s.whole("head_dim")
+    return s.whole("hidden_size"), H, s.whole("num_v_heads") or H, K, _expanded(s, "expand_v", K), s.whole("conv_size")
+
+
+def gated_deltanet(s: settings.Settings) -> config.GatedDeltaNetConfig:
+    """Return the config of a gated DeltaNet."""
+    for name in ("use_short_conv", "use_gate"):
+        s.require(name, True)
+    gate = s.word("output_gate_activation")
+    return config.GatedDeltaNetConfig(
+        *_grouped(s), s.number("norm_eps"), s.flag("allow_neg_eigval"), "silu" if gate == "swish" else gate
+    )
+
+
+def kda(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
+    """Return the config of Kimi delta attention."""
+    s.require("use_short_conv", True)
+    sizes, bound = _grouped(s), s.number("lower_bound")
+    # It only lets a kernel rely on the bound.
+    s.require("safe_gate", False, bound is not None)
+    return config.KimiDeltaAttentionConfig(
+        *sizes, s.number("norm_eps"), R=sizes[4], lower_bound=bound, allow_neg_eigval=s.flag("allow_neg_eigval"),
+        gate_bias=True,
     )  # fmt: skip
 
 
