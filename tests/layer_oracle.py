@@ -66,6 +66,7 @@ LAYERS = {
             groups=2,
         ),
     ),
+    "gated_linear_attention": named("gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5)),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
     "delta_net": named(
         "gated_delta_product",
@@ -268,6 +269,17 @@ def lightning_oracle(c: layers.LightningAttentionConfig, x, w, cache: layers.Cac
     return (y * conv_norm_oracle.activation(x @ w.z, "sigmoid") if c.gate else y) @ w.out, layers.Cache(conv, state)
 
 
+def gla_oracle(c: layers.GatedLinearAttentionConfig, x, w, cache: layers.Cache | None, packing: dict):
+    """Gated linear attention."""
+    heads = lambda y, count: y.reshape(*x.shape[:2], count, -1)
+    q, k, v = (heads(x @ weight, count) for weight, count in zip((w.q, w.k, w.v), c.heads, strict=True))
+    g = -np.logaddexp(0, -(x @ w.f[0] @ w.f[1] + w.f_bias)) / c.normalizer
+    state = None if cache is None else cache.state
+    o, state = reference(q, k, v, heads(g, c.HV), initial_state=state, **packing)
+    y = conv_norm_oracle.rms_norm_gated(o, heads(x @ w.z, c.HV), w.norm, eps=c.eps)
+    return y.reshape(*x.shape[:2], -1) @ w.out, layers.Cache((), state)
+
+
 def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, packing: dict):
     """The layer of xLSTM, whose state is an `MlstmState`."""
     capped = lambda y: c.gate_soft_cap * np.tanh(y / c.gate_soft_cap)
@@ -284,5 +296,5 @@ def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, p
 BY_COMPOSITION = {
     "gated_delta_product": gated_delta_product_oracle, "delta_net": gated_delta_product_oracle,
     "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle, "lightning_attention": lightning_oracle,
-    "lightning_attention_turned": lightning_oracle,
+    "lightning_attention_turned": lightning_oracle, "gated_linear_attention": gla_oracle,
 }  # fmt: skip

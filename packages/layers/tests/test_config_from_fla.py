@@ -6,6 +6,7 @@ import pytest
 from chunkwise.layers import (
     GatedDeltaNetConfig,
     GatedDeltaProductConfig,
+    GatedLinearAttentionConfig,
     KimiDeltaAttentionConfig,
     Rwkv7AttentionConfig,
     config_from,
@@ -37,6 +38,9 @@ DELTA_NET = SHARED | dict(
 )  # fmt: skip
 GATED_DELTANET = GROUPED | dict(model_type="gated_deltanet", use_gate=True, output_gate_activation="sigmoid")
 KDA = GROUPED | dict(model_type="kda", safe_gate=True, lower_bound=-4.0)
+GLA = SHARED | dict(model_type="gla", expand_k=0.5, expand_v=1.0, num_kv_heads=None, feature_map=None, clamp_min=None)
+del GLA["allow_neg_eigval"]
+GLA |= dict(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
 RANKS = dict(R_decay=96, R_rate=64, R_gate=128)
 LATER = Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS, R_first=32)
 
@@ -61,6 +65,11 @@ def test_layers_with_delta_rules():
     assert least("delta_net") == GatedDeltaProductConfig(2048, 16, 16, 128, 128, **product, output_gate=False)
 
 
+def test_gated_linear_attention():
+    assert config_from(GLA, layer=1) == GatedLinearAttentionConfig(64, 2, 2, 16, 32, eps=1e-3)
+    assert config_from(dict(model_type="gla")) == GatedLinearAttentionConfig(2048, 4, 4, 256, 512)
+
+
 def test_rwkv7():
     """The first layer takes no values; values may be wider in some layers; ranks may follow from the sizes."""
     assert config_from(RWKV7, layer=0) == Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS)
@@ -80,6 +89,8 @@ def test_rwkv7():
         (PRODUCT | dict(use_short_conv=False), 1, r"`hf_config.use_short_conv` must be one of \(True,\) for this"),
         (GATED_DELTANET | dict(use_gate=False), 1, r"`hf_config.use_gate` must be one of \(True,\)"),
         (GATED_DELTANET | dict(num_v_heads=3), 1, "`HV` must be a multiple of `H`; got 3 and 2"),
+        (GLA | dict(num_kv_heads=1), 1, r"`hf_config.num_kv_heads` must be one of \(2,\) for this layer; got 1"),
+        (GLA | dict(feature_map="relu"), 1, r"`hf_config.feature_map` must be one of \(\) for this layer; got 'relu'"),
         (KDA | dict(lower_bound=None), 1, r"`hf_config.safe_gate` must be one of \(False, False\)"),
         (DELTA_NET | dict(qk_norm="sum"), 1, r"`hf_config.qk_norm` must be one of \('l2',\) for this layer; got 'sum'"),
         (DELTA_NET | dict(expand_k=0.7), 1, "`hf_config.expand_k` must make whole channels of 64 for 2 heads; got 0.7"),
@@ -102,7 +113,9 @@ def test_what_no_layer_can_do(settings, layer, message):
         config_from(settings, layer)
 
 
-@pytest.mark.parametrize("own", [PRODUCT, RWKV7, DELTA_NET, GATED_DELTANET, KDA], ids=lambda own: own["model_type"])
+@pytest.mark.parametrize(
+    "own", [PRODUCT, RWKV7, GLA, DELTA_NET, GATED_DELTANET, KDA], ids=lambda own: own["model_type"]
+)
 def test_hostile_settings(own):
     """Whatever a file has, the result is a config of right types or a ValueError."""
     assert_sound(own, config_from(own, layer=2))

@@ -182,3 +182,30 @@ def ragged_simple_gla(
       g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay.
     """
     ...
+
+
+@signature.of(GLA.ragged, chunk_gla)
+def ragged_gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    states: Pool,
+    cu_seqlens: jax.Array,
+    state_indices: jax.Array,
+    *,
+    has_initial_state: jax.Array | None = None,
+    num_decodes: int | jax.Array = 0,
+    num_sequences: int | jax.Array | None = None,
+    read_indices: jax.Array | None = None,
+    num_accepted_tokens: jax.Array | None = None,
+    decode_tokens: int | None = None,
+    block_state_indices: jax.Array | None = None,
+    block_size: int | None = None,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[jax.Array, Pool]:
+    """Gated linear attention as one serving step: decodes, speculation and prefills over one pool of states."""
+    ...

@@ -307,6 +307,34 @@ class LightningAttentionConfig(LayerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedLinearAttentionConfig(LayerConfig):
+    """The sizes of `gated_linear_attention`.
+
+    Attributes:
+      HV: heads of values, a multiple of H: HV / H value heads share a key head.
+      W: not read, because the layer has no convolution.
+      R: rank of the projection of the decay.
+      normalizer: divides the logarithms of the decays.
+    """
+
+    per_channel: ClassVar[bool] = True
+
+    R: int = 16
+    normalizer: float = 16.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check_size("R", self.R)
+        above = is_number(self.normalizer) and self.normalizer > 0
+        checks.check(above, f"`normalizer` must be above 0; got {self.normalizer!r}.")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """An empty tuple: there is no convolution."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
 class MlstmLayerConfig(LayerConfig):
     """The sizes of `mlstm_layer`.
 

@@ -19,6 +19,10 @@ DELTA_NET = dict(
     hidden_size=2048, num_heads=16, expand_k=1.0, expand_v=1.0, conv_size=4, norm_eps=1e-6, allow_neg_eigval=False,
     use_gate=False,
 )  # fmt: skip
+GLA = dict(
+    hidden_size=2048, num_heads=4, expand_k=0.5, expand_v=1.0, norm_eps=1e-6, gate_low_rank_dim=16,
+    gate_logit_normalizer=16.0,
+)  # fmt: skip
 GROUPED = dict(
     hidden_size=2048, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, conv_size=4, norm_eps=1e-6,
     allow_neg_eigval=False, output_gate_activation="swish", lower_bound=None,
@@ -66,10 +70,13 @@ def delta_net(s: settings.Settings) -> config.GatedDeltaProductConfig:
     )  # fmt: skip
 
 
-def _grouped(s: settings.Settings) -> tuple[int, ...]:
-    """Return D, H, HV, K, V and W of a layer whose value heads may share a key head."""
+def _grouped(s: settings.Settings) -> dict[str, Any]:
+    """Return the sizes of a layer whose value heads may share a key head, by name."""
     H, K = s.whole("num_heads"), s.whole("head_dim")
-    return s.whole("hidden_size"), H, s.whole("num_v_heads") or H, K, _expanded(s, "expand_v", K), s.whole("conv_size")
+    return dict(
+        D=s.whole("hidden_size"), H=H, HV=s.whole("num_v_heads") or H, K=K, V=_expanded(s, "expand_v", K),
+        W=s.whole("conv_size"), eps=s.number("norm_eps"), allow_neg_eigval=s.flag("allow_neg_eigval"),
+    )  # fmt: skip
 
 
 def gated_deltanet(s: settings.Settings) -> config.GatedDeltaNetConfig:
@@ -77,9 +84,7 @@ def gated_deltanet(s: settings.Settings) -> config.GatedDeltaNetConfig:
     for name in ("use_short_conv", "use_gate"):
         s.require(name, True)
     gate = s.word("output_gate_activation")
-    return config.GatedDeltaNetConfig(
-        *_grouped(s), s.number("norm_eps"), s.flag("allow_neg_eigval"), "silu" if gate == "swish" else gate
-    )
+    return config.GatedDeltaNetConfig(**_grouped(s), activation="silu" if gate == "swish" else gate)
 
 
 def kda(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
@@ -88,9 +93,24 @@ def kda(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     sizes, bound = _grouped(s), s.number("lower_bound")
     # It only lets a kernel rely on the bound.
     s.require("safe_gate", False, bound is not None)
-    return config.KimiDeltaAttentionConfig(
-        *sizes, s.number("norm_eps"), R=sizes[4], lower_bound=bound, allow_neg_eigval=s.flag("allow_neg_eigval"),
-        gate_bias=True,
+    return config.KimiDeltaAttentionConfig(**sizes, R=sizes["V"], lower_bound=bound, gate_bias=True)
+
+
+def gla(s: settings.Settings) -> config.GatedLinearAttentionConfig:
+    """Return the config of gated linear attention."""
+    known = dict(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
+    for name, value in known.items():
+        s.require(name, value)
+    s.ignore("conv_size")
+    D, H = s.whole("hidden_size"), s.whole("num_heads")
+    s.require("num_kv_heads", H)
+    # The activation of the norm's gate, too.
+    s.require("hidden_act", "swish", "silu")
+    for name in ("feature_map", "clamp_min"):
+        s.require(name)
+    return config.GatedLinearAttentionConfig(
+        D, H, H, _expanded(s, "expand_k", D, H), _expanded(s, "expand_v", D, H), eps=s.number("norm_eps"),
+        R=s.whole("gate_low_rank_dim"), normalizer=s.number("gate_logit_normalizer"),
     )  # fmt: skip
 
 
