@@ -11,6 +11,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+
 from benchmarks import step, tpu
 from benchmarks.mixer import Mixer
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop

@@ -46,6 +46,11 @@ LAYERS = {
     "kimi_delta_attention_bounded": named(
         "kimi_delta_attention", layers.KimiDeltaAttentionConfig(**SIZES, lower_bound=-3.0)
     ),
+    # As flash-linear-attention has it.
+    "kimi_delta_attention_biased": named(
+        "kimi_delta_attention",
+        layers.KimiDeltaAttentionConfig(**SIZES, R=8, allow_neg_eigval=True, gate_bias=True),
+    ),
     "mamba2_mixer": named("mamba2_mixer", layers.Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6))),
     "lightning_attention": named("lightning_attention", layers.LightningAttentionConfig(**SIZES, layer=1, layers=3)),
     "lightning_attention_turned": named(
@@ -61,7 +66,12 @@ LAYERS = {
             groups=2,
         ),
     ),
+    "gated_linear_attention": named("gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5)),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
+    "delta_net": named(
+        "gated_delta_product",
+        layers.GatedDeltaProductConfig(**SIZES, num_householder=1, forget_gate=False, output_gate=False),
+    ),
     "rwkv7_attention": named(
         "rwkv7_attention",
         layers.Rwkv7AttentionConfig(**SIZES | dict(H=4), R_decay=5, R_rate=6, R_gate=7),
@@ -136,7 +146,11 @@ def oracle(
             f = f @ factor
         for factor in w.z:
             z = z @ factor
-        laws, _ = law_reference(by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound)
+        z = z + (w.z_bias if c.gate_bias else 0)
+        laws, _ = law_reference(
+            by_head(f, c.HV), x @ w.b, w.A_log, w.dt_bias, lower_bound=c.lower_bound,
+            allow_neg_eigval=c.allow_neg_eigval,
+        )  # fmt: skip
         o, state = reference(q, k, v, laws["g"], laws["beta"], **delta)
         y = conv_norm_oracle.rms_norm_gated(o, by_head(z, c.HV), w.norm, name="sigmoid", eps=c.eps)
     else:
@@ -191,7 +205,8 @@ def gated_delta_product_oracle(c: layers.GatedDeltaProductConfig, x, w, cache: l
         packing,
         use_qk_l2norm_in_kernel=True,
     )
-    y = conv_norm_oracle.rms_norm_gated(o, (x @ w.z).reshape(o.shape), w.norm, eps=c.eps)
+    z, name = ((x @ w.z).reshape(o.shape), "silu") if c.output_gate else (np.ones(o.shape), None)
+    y = conv_norm_oracle.rms_norm_gated(o, z, w.norm, name=name, eps=c.eps)
     return y.reshape(B, T, -1) @ w.out, layers.Cache(conv, state)
 
 
@@ -254,6 +269,17 @@ def lightning_oracle(c: layers.LightningAttentionConfig, x, w, cache: layers.Cac
     return (y * conv_norm_oracle.activation(x @ w.z, "sigmoid") if c.gate else y) @ w.out, layers.Cache(conv, state)
 
 
+def gla_oracle(c: layers.GatedLinearAttentionConfig, x, w, cache: layers.Cache | None, packing: dict):
+    """Gated linear attention."""
+    heads = lambda y, count: y.reshape(*x.shape[:2], count, -1)
+    q, k, v = (heads(x @ weight, count) for weight, count in zip((w.q, w.k, w.v), c.heads, strict=True))
+    g = -np.logaddexp(0, -(x @ w.f[0] @ w.f[1] + w.f_bias)) / c.normalizer
+    state = None if cache is None else cache.state
+    o, state = reference(q, k, v, heads(g, c.HV), initial_state=state, **packing)
+    y = conv_norm_oracle.rms_norm_gated(o, heads(x @ w.z, c.HV), w.norm, eps=c.eps)
+    return y.reshape(*x.shape[:2], -1) @ w.out, layers.Cache((), state)
+
+
 def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, packing: dict):
     """The layer of xLSTM, whose state is an `MlstmState`."""
     capped = lambda y: c.gate_soft_cap * np.tanh(y / c.gate_soft_cap)
@@ -268,6 +294,7 @@ def mlstm_oracle(c: layers.MlstmLayerConfig, x, w, cache: layers.Cache | None, p
 
 
 BY_COMPOSITION = {
-    "gated_delta_product": gated_delta_product_oracle, "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle,
-    "lightning_attention": lightning_oracle, "lightning_attention_turned": lightning_oracle,
+    "gated_delta_product": gated_delta_product_oracle, "delta_net": gated_delta_product_oracle,
+    "rwkv7_attention": rwkv7_oracle, "mlstm_layer": mlstm_oracle, "lightning_attention": lightning_oracle,
+    "lightning_attention_turned": lightning_oracle, "gated_linear_attention": gla_oracle,
 }  # fmt: skip

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import (
+    GatedDeltaNetConfig,
     GatedDeltaProductConfig,
+    GatedLinearAttentionConfig,
+    KimiDeltaAttentionConfig,
     Rwkv7AttentionConfig,
     config_from,
     open_checkpoint,
@@ -25,6 +28,20 @@ RWKV7 = dict(
     norm_first=True, fuse_norm=False, hidden_act="sqrelu", hidden_ratio=4.0, intermediate_size=3072,
     num_hidden_layers=12, vocab_size=8192, value_dim=[768] * 11 + [1536],
 )  # fmt: skip
+SHARED = dict(
+    attn_mode="chunk", hidden_size=64, num_heads=2, conv_size=3, norm_eps=1e-3, use_short_conv=True, attn=None,
+    allow_neg_eigval=True, hidden_act="swish", num_hidden_layers=4, fuse_norm=True, attnres_block_size=None,
+)  # fmt: skip
+GROUPED = SHARED | dict(num_v_heads=4, head_dim=16, expand_v=1.5)
+DELTA_NET = SHARED | dict(
+    model_type="delta_net", expand_k=0.5, expand_v=1.0, use_gate=True, use_beta=True, qk_norm="l2",
+    use_output_norm=True, qk_activation="silu",
+)  # fmt: skip
+GATED_DELTANET = GROUPED | dict(model_type="gated_deltanet", use_gate=True, output_gate_activation="sigmoid")
+KDA = GROUPED | dict(model_type="kda", safe_gate=True, lower_bound=-4.0)
+GLA = SHARED | dict(model_type="gla", expand_k=0.5, expand_v=1.0, num_kv_heads=None, feature_map=None, clamp_min=None)
+del GLA["allow_neg_eigval"]
+GLA |= dict(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
 RANKS = dict(R_decay=96, R_rate=64, R_gate=128)
 LATER = Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS, R_first=32)
 
@@ -35,6 +52,23 @@ def test_gated_delta_product():
     )
     least = dict(model_type="gated_deltaproduct")
     assert config_from(least) == GatedDeltaProductConfig(2048, 6, 6, 256, 512, num_householder=1, forget_gate=False)
+
+
+def test_layers_with_delta_rules():
+    sizes, more = (64, 2, 4, 16, 24), dict(W=3, eps=1e-3, allow_neg_eigval=True)
+    assert config_from(GATED_DELTANET, layer=1) == GatedDeltaNetConfig(*sizes, **more, activation="sigmoid")
+    assert config_from(KDA) == KimiDeltaAttentionConfig(*sizes, **more, R=24, lower_bound=-4.0, gate_bias=True)
+    product = dict(num_householder=1, forget_gate=False)
+    assert config_from(DELTA_NET) == GatedDeltaProductConfig(64, 2, 2, 16, 32, **more, **product)
+    least = lambda name: config_from(dict(model_type=name))
+    assert least("gated_deltanet") == GatedDeltaNetConfig(2048, 6, 6, 256, 512)
+    assert least("kda") == KimiDeltaAttentionConfig(2048, 16, 16, 128, 128, eps=1e-6, R=128, gate_bias=True)
+    assert least("delta_net") == GatedDeltaProductConfig(2048, 16, 16, 128, 128, **product, output_gate=False)
+
+
+def test_gated_linear_attention():
+    assert config_from(GLA, layer=1) == GatedLinearAttentionConfig(64, 2, 2, 16, 32, eps=1e-3)
+    assert config_from(dict(model_type="gla")) == GatedLinearAttentionConfig(2048, 4, 4, 256, 512)
 
 
 def test_rwkv7():
@@ -57,7 +91,13 @@ def test_rwkv7():
     [
         (PRODUCT | dict(use_short_conv=False), 1, r"`hf_config.use_short_conv` must be one of \(True,\) for this"),
         (PRODUCT | dict(conv_bias=True), 1, r"`hf_config.conv_bias` must be one of \(False,\)"),
-        (PRODUCT | dict(use_output_gate=False), 1, r"`hf_config.use_output_gate` must be one of \(True,\)"),
+        (GATED_DELTANET | dict(use_gate=False), 1, r"`hf_config.use_gate` must be one of \(True,\)"),
+        (GATED_DELTANET | dict(num_v_heads=3), 1, "`HV` must be a multiple of `H`; got 3 and 2"),
+        (GLA | dict(num_kv_heads=1), 1, r"`hf_config.num_kv_heads` must be one of \(2,\) for this layer; got 1"),
+        (GLA | dict(feature_map="relu"), 1, r"`hf_config.feature_map` must be one of \(\) for this layer; got 'relu'"),
+        (KDA | dict(lower_bound=None), 1, r"`hf_config.safe_gate` must be one of \(False, False\)"),
+        (DELTA_NET | dict(qk_norm="sum"), 1, r"`hf_config.qk_norm` must be one of \('l2',\) for this layer; got 'sum'"),
+        (DELTA_NET | dict(expand_k=0.7), 1, "`hf_config.expand_k` must make whole channels of 64 for 2 heads; got 0.7"),
         (PRODUCT | dict(expand_v=1.3), 1, "`hf_config.expand_v` must make whole channels of 16; got 1.3"),
         (PRODUCT | dict(num_householder=True), 1, "`hf_config.num_householder` must be a whole number above 0"),
         (PRODUCT | dict(attn=dict(layers=[1])), 1, "must be the number of a layer with linear attention; got 1"),
@@ -77,7 +117,9 @@ def test_what_no_layer_can_do(settings, layer, message):
         config_from(settings, layer)
 
 
-@pytest.mark.parametrize("own", [PRODUCT, RWKV7], ids=lambda own: own["model_type"])
+@pytest.mark.parametrize(
+    "own", [PRODUCT, RWKV7, GLA, DELTA_NET, GATED_DELTANET, KDA], ids=lambda own: own["model_type"]
+)
 def test_hostile_settings(own):
     """Whatever a file has, the result is a config of right types or a ValueError."""
     assert_sound(own, config_from(own, layer=2))

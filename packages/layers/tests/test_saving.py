@@ -13,11 +13,13 @@ D = 24
 GDN, KIMI = layers.GatedDeltaNetConfig(D, 2, 4, 8, 16), layers.KimiDeltaAttentionConfig
 LAYERS = {
     "gated_delta_net": dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid", None), GDN
+        ("qwen3_5", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid", "gated_deltanet", None),
+        GDN,
     ),
     "kimi_delta_attention": {
         "kimi_linear": KIMI(D, 2, 2, 8, 8, R=8), "kimi_k3": KIMI(D, 2, 2, 8, 8, R=8, full_rank_gate=True),
         "bailing_hybrid": KIMI(D, 2, 2, 8, 8), "glm5_next_text": KIMI(D, 2, 2, 8, 8, R=8), None: KIMI(D, 2, 4, 8, 8),
+        "kda": KIMI(D, 2, 4, 8, 16, R=16, gate_bias=True),
     },
     "gated_delta_net2": {None: layers.GatedDeltaNet2Config(D, 2, 4, 8, 8)},
     "mamba2_mixer": {
@@ -27,10 +29,14 @@ LAYERS = {
             D, 2, 4, 8, 16, in_bias=True, out_bias=True, in_multiplier=0.3, multipliers=(0.7, 0.3, 0.11, 0.9, 1.7)
         ),
     },
+    "gated_linear_attention": {"gla": layers.GatedLinearAttentionConfig(D, 2, 4, 8, 16, R=4)},
     "mlstm_layer": {None: layers.MlstmLayerConfig(D, 4, 4, 8, 16)},
     "gated_delta_product": {
         None: layers.GatedDeltaProductConfig(D, 2, 4, 8, 16, num_householder=3),
         "gated_deltaproduct": layers.GatedDeltaProductConfig(D, 2, 4, 8, 16, num_householder=1, forget_gate=False),
+        "delta_net": layers.GatedDeltaProductConfig(
+            D, 2, 4, 8, 16, num_householder=1, forget_gate=False, output_gate=False
+        ),
     },
     "rwkv7_attention": {
         "rwkv7": layers.Rwkv7AttentionConfig(D, 3, 3, 8, 8, R_decay=4, R_rate=5, R_gate=6, R_first=7),

@@ -145,3 +145,12 @@ def ragged_simple_gla(
       g_gamma: constant log decay per head [HV] in nats, of a floating type, added to g; None for no such decay.
     """
     ...
+
+
+@signature.of(GLA.ragged, chunk_gla)
+def ragged_gla(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, states: Pool, cu_seqlens: jax.Array,
+    state_indices: jax.Array, **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
+    """Gated linear attention as one serving step: decodes, speculation and prefills over one pool of states."""
+    ...

@@ -20,6 +20,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
+    "GatedLinearAttention",
     "KimiDeltaAttention",
     "LightningAttention",
     "Mamba2Mixer",
@@ -212,6 +213,11 @@ class GatedDeltaNet(_Layer):
 @_module(layers.GatedDeltaNet2Config)
 class GatedDeltaNet2(_Layer):
     """Gated DeltaNet 2, whose delta rule has erase and write gates, as a module."""
+
+
+@_module(layers.GatedLinearAttentionConfig)
+class GatedLinearAttention(_Layer):
+    """Gated linear attention, the layer of GLA, as a module."""
 
 
 @_module(layers.KimiDeltaAttentionConfig)

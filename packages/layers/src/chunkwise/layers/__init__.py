@@ -1,6 +1,6 @@
 """Layers of linear attention, as pure functions of hidden states and of plain trees of weights."""
 
-from chunkwise.layers import delta_net, delta_net2, delta_product, kimi, lightning, mamba2, mlstm, rwkv7
+from chunkwise.layers import delta_net, delta_net2, delta_product, gla, kimi, lightning, mamba2, mlstm, rwkv7
 from chunkwise.layers.caches import Cache, empty_cache, empty_pool, read_cache, write_cache
 from chunkwise.layers.checkpoint.files import open_checkpoint
 from chunkwise.layers.checkpoint.from_transformers import config_from
@@ -9,6 +9,7 @@ from chunkwise.layers.config import (
     GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GatedDeltaProductConfig,
+    GatedLinearAttentionConfig,
     KimiDeltaAttentionConfig,
     LayerConfig,
     LightningAttentionConfig,
@@ -22,6 +23,7 @@ from chunkwise.layers.delta_net2 import GatedDeltaNet2Weights
 from chunkwise.layers.delta_product import GatedDeltaProductWeights
 from chunkwise.layers.devices.moving import cache_from_bytes, cache_to_bytes
 from chunkwise.layers.devices.sharding import Shardings, place, shardings
+from chunkwise.layers.gla import GatedLinearAttentionWeights
 from chunkwise.layers.kimi import KimiDeltaAttentionWeights
 from chunkwise.layers.lightning import LightningAttentionWeights
 from chunkwise.layers.mamba2 import Mamba2Weights
@@ -54,6 +56,12 @@ ragged_gated_delta_product = delta_product.LAYER.over_step
 init_gated_delta_product = delta_product.LAYER.random_weights
 load_gated_delta_product = delta_product.LAYER.loaded_weights
 save_gated_delta_product = delta_product.LAYER.saved_weights
+
+gated_linear_attention = gla.LAYER.over_sequences
+ragged_gated_linear_attention = gla.LAYER.over_step
+init_gated_linear_attention = gla.LAYER.random_weights
+load_gated_linear_attention = gla.LAYER.loaded_weights
+save_gated_linear_attention = gla.LAYER.saved_weights
 
 kimi_delta_attention = kimi.LAYER.over_sequences
 ragged_kimi_delta_attention = kimi.LAYER.over_step
@@ -90,6 +98,8 @@ __all__ = [
     "GatedDeltaNetWeights",
     "GatedDeltaProductConfig",
     "GatedDeltaProductWeights",
+    "GatedLinearAttentionConfig",
+    "GatedLinearAttentionWeights",
     "KimiDeltaAttentionConfig",
     "KimiDeltaAttentionWeights",
     "LayerConfig",
@@ -112,9 +122,11 @@ __all__ = [
     "gated_delta_net",
     "gated_delta_net2",
     "gated_delta_product",
+    "gated_linear_attention",
     "init_gated_delta_net",
     "init_gated_delta_net2",
     "init_gated_delta_product",
+    "init_gated_linear_attention",
     "init_kimi_delta_attention",
     "init_lightning_attention",
     "init_mamba2_mixer",
@@ -125,6 +137,7 @@ __all__ = [
     "load_gated_delta_net",
     "load_gated_delta_net2",
     "load_gated_delta_product",
+    "load_gated_linear_attention",
     "load_kimi_delta_attention",
     "load_lightning_attention",
     "load_mamba2_mixer",
@@ -138,6 +151,7 @@ __all__ = [
     "ragged_gated_delta_net",
     "ragged_gated_delta_net2",
     "ragged_gated_delta_product",
+    "ragged_gated_linear_attention",
     "ragged_kimi_delta_attention",
     "ragged_lightning_attention",
     "ragged_mamba2_mixer",
@@ -149,6 +163,7 @@ __all__ = [
     "save_gated_delta_net",
     "save_gated_delta_net2",
     "save_gated_delta_product",
+    "save_gated_linear_attention",
     "save_kimi_delta_attention",
     "save_lightning_attention",
     "save_mamba2_mixer",

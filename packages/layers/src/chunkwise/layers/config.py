@@ -168,6 +168,8 @@ class KimiDeltaAttentionConfig(LayerConfig):
       R: rank of the projections of the decay and of the norm's gate; None for one matrix each.
       full_rank_gate: whether the projection of the norm's gate is one matrix for any R, as in Kimi-K3.
       lower_bound: the least log decay of the law with a sigmoid, below 0; None for the law with a softplus.
+      allow_neg_eigval: whether step sizes go up to 2.
+      gate_bias: whether the projection of the norm's gate has a bias, as in flash-linear-attention.
     """
 
     per_channel: ClassVar[bool] = True
@@ -180,12 +182,15 @@ class KimiDeltaAttentionConfig(LayerConfig):
     R: int | None = None
     lower_bound: float | None = None
     full_rank_gate: bool = False
+    allow_neg_eigval: bool = False
+    gate_bias: bool = False
 
     def __post_init__(self):
         if self.HV is None:
             object.__setattr__(self, "HV", self.H)
         super().__post_init__()
-        checks.check_flags(full_rank_gate=self.full_rank_gate)
+        flags = "full_rank_gate", "allow_neg_eigval", "gate_bias"
+        checks.check_flags(**{name: getattr(self, name) for name in flags})
         _check_rank("R", self.R)
         _check_lower_bound(self.lower_bound)
 
@@ -302,6 +307,34 @@ class LightningAttentionConfig(LayerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedLinearAttentionConfig(LayerConfig):
+    """The sizes of `gated_linear_attention`.
+
+    Attributes:
+      HV: heads of values, a multiple of H: HV / H value heads share a key head.
+      W: not read, because the layer has no convolution.
+      R: rank of the projection of the decay.
+      normalizer: divides the logarithms of the decays.
+    """
+
+    per_channel: ClassVar[bool] = True
+
+    R: int = 16
+    normalizer: float = 16.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check_size("R", self.R)
+        above = is_number(self.normalizer) and self.normalizer > 0
+        checks.check(above, f"`normalizer` must be above 0; got {self.normalizer!r}.")
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """An empty tuple: there is no convolution."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
 class MlstmLayerConfig(LayerConfig):
     """The sizes of `mlstm_layer`.
 
@@ -352,8 +385,9 @@ class GatedDeltaProductConfig(LayerConfig):
 
     Attributes:
       num_householder: n, the steps of the delta rule that a token takes.
-      forget_gate: whether the state decays; without it the layer is DeltaProduct.
+      forget_gate: whether the state decays; without it the layer is DeltaProduct, and DeltaNet where n is 1.
       allow_neg_eigval: whether step sizes go up to 2.
+      output_gate: whether the norm of the output has a gate.
     """
 
     # A token takes n tokens of the operator.
@@ -362,11 +396,13 @@ class GatedDeltaProductConfig(LayerConfig):
     num_householder: int = 2
     forget_gate: bool = True
     allow_neg_eigval: bool = False
+    output_gate: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         checks.check_size("num_householder", self.num_householder)
-        checks.check_flags(forget_gate=self.forget_gate, allow_neg_eigval=self.allow_neg_eigval)
+        flags = "forget_gate", "allow_neg_eigval", "output_gate"
+        checks.check_flags(**{name: getattr(self, name) for name in flags})
 
     @property
     def channels(self) -> tuple[int, ...]:

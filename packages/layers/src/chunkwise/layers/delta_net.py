@@ -102,10 +102,10 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedD
 
 
 def _save(w: GatedDeltaNetWeights, c: config.GatedDeltaNetConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of Qwen3.5, Qwen3-Next, Lara-mini or OLMo-hybrid."""
+    """Return the arrays of a layer for a checkpoint of one of the models."""
     q, k, v, z, a, b = (x.T for x in w[:6])
     named: dict[str, Any] = {"A_log": w.A_log, "dt_bias": w.dt_bias}
-    if model == "olmo_hybrid":
+    if model in ("olmo_hybrid", "gated_deltanet"):
         named |= {f"{name}_proj.weight": x for name, x in dict(q=q, k=k, v=v, g=z, a=a, b=b).items()}
         named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
         return named | {"o_norm.weight": w.norm, "o_proj.weight": w.out.T}
@@ -152,5 +152,5 @@ def _mix(
 
 LAYER = layer.Definition(
     "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _save,
-    ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid"), _mix,
+    ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid", "gated_deltanet"), _mix,
 )  # fmt: skip

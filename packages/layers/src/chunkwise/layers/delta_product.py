@@ -1,4 +1,4 @@
-"""Gated DeltaProduct, the layer whose tokens take several steps of the delta rule each."""
+"""Gated DeltaProduct, the layer whose tokens take several steps of the delta rule each; DeltaNet with one step."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class GatedDeltaProductWeights(NamedTuple):
     Attributes:
       q: projection [D, H K], head after head.
       k, v, b: projections of each of the n steps, [D, H K], [D, HV V] and [D, HV]; b are the step sizes.
-      z: projection [D, HV V], of the norm's gate.
+      z: projection [D, HV V], of the norm's gate; nothing without it.
       a: projection [D, HV], of the decay; nothing without a forget gate.
       conv: weights of the convolutions of q, of n keys and of n values, [H K, W] and [HV V, W], the oldest token first.
       A_log, dt_bias: [HV], float32; nothing without a forget gate.
@@ -33,7 +33,7 @@ class GatedDeltaProductWeights(NamedTuple):
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     b: tuple[jax.Array, ...]
-    z: jax.Array
+    z: jax.Array | tuple[()]
     a: jax.Array | tuple[()]
     conv: tuple[jax.Array, ...]
     A_log: jax.Array | tuple[()]
@@ -45,9 +45,9 @@ class GatedDeltaProductWeights(NamedTuple):
 def _split(config: config.GatedDeltaProductConfig) -> dict[str, Any]:
     n, gated = config.num_householder, config.forget_gate
     return dict(
-        q=".h", k=(".h",) * n, v=(".n",) * n, b=(".n",) * n, z=".n", a=".n" if gated else (),
-        conv=("h.",) * (1 + n) + ("n.",) * n, A_log="n" if gated else (), dt_bias="n" if gated else (), norm=".",
-        out="n.",
+        q=".h", k=(".h",) * n, v=(".n",) * n, b=(".n",) * n, z=".n" if config.output_gate else (),
+        a=".n" if gated else (), conv=("h.",) * (1 + n) + ("n.",) * n, A_log="n" if gated else (),
+        dt_bias="n" if gated else (), norm=".", out="n.",
     )  # fmt: skip
 
 
@@ -60,7 +60,8 @@ def _init(new: parameters.Initial, c: config.GatedDeltaProductConfig) -> GatedDe
     q, v, n = c.H * c.K, c.HV * c.V, c.num_householder
     several = lambda columns: tuple(new.matrix(c.D, columns) for _ in range(n))
     return GatedDeltaProductWeights(
-        q=new.matrix(c.D, q), k=several(q), v=several(v), b=several(c.HV), z=new.matrix(c.D, v),
+        q=new.matrix(c.D, q), k=several(q), v=several(v), b=several(c.HV),
+        z=new.matrix(c.D, v) if c.output_gate else (),
         a=new.matrix(c.D, c.HV) if c.forget_gate else (), conv=tuple(new.convolution(size, c.W) for size in c.channels),
         A_log=new.log_decay(c.HV, least=1e-4) if c.forget_gate else (),
         dt_bias=new.step_bias(c.HV) if c.forget_gate else (), norm=new.ones(c.V), out=new.matrix(v, c.D),
@@ -78,7 +79,8 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaProductConfig) -> Ga
     convolution = lambda name, m, size: jnp.split(found.read(f"{name}_conv1d", m * size, 1, c.W)[:, 0], m)
     return GatedDeltaProductWeights(
         q=found.matrix("q_proj", c.D, q), k=several("k", q), v=several("v", v), b=several("b", c.HV),
-        z=found.matrix("g_proj", c.D, v), a=found.matrix("a_proj", c.D, c.HV) if c.forget_gate else (),
+        z=found.matrix("g_proj", c.D, v) if c.output_gate else (),
+        a=found.matrix("a_proj", c.D, c.HV) if c.forget_gate else (),
         conv=(*convolution("q", 1, q), *convolution("k", n, q), *convolution("v", n, v)),
         A_log=found.float32("A_log", c.HV) if c.forget_gate else (),
         dt_bias=found.float32("dt_bias", c.HV) if c.forget_gate else (), norm=found.read("o_norm", c.V),
@@ -89,7 +91,8 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaProductConfig) -> Ga
 def _save(w: GatedDeltaProductWeights, c: config.GatedDeltaProductConfig, model: str) -> dict[str, Any]:
     """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
     n = c.num_householder
-    matrices = dict(q=(w.q,), k=w.k, v=w.v, b=w.b, g=(w.z,), o=(w.out,)) | (dict(a=(w.a,)) if c.forget_gate else {})
+    matrices = dict(q=(w.q,), k=w.k, v=w.v, b=w.b, o=(w.out,)) | (dict(a=(w.a,)) if c.forget_gate else {})
+    matrices |= dict(g=(w.z,)) if c.output_gate else {}
     named: dict[str, Any] = {f"{name}_proj.weight": np.concatenate(x, axis=1).T for name, x in matrices.items()}
     convolutions = dict(q=w.conv[:1], k=w.conv[1 : 1 + n], v=w.conv[1 + n :])
     named |= {f"{name}_conv1d.weight": np.concatenate(x)[:, None] for name, x in convolutions.items()}
@@ -108,7 +111,7 @@ def _mix(
         g       = -exp(A_log) softplus(W_a x + dt_bias), or no decay
         beta_i  = sigmoid(W_b,i x), or twice that
         o       = gated delta product(q, k, v, g, beta), with q and k of unit length
-        y       = W_out (rms_norm(o) silu(W_z x))
+        y       = W_out (rms_norm(o) silu(W_z x)), or without the gate
 
     Accuracy: with random weights 1e-5 relative to the same equations in float64.
     Cost: 2 B T D ((1 + n) H K + (2 + n) HV V + (1 + n) HV) flops for the projections, and the cost of the operator.
@@ -125,11 +128,14 @@ def _mix(
         _OPERATORS, q, k, v, running.project(x, w.a) if config.forget_gate else None, beta, n,
         use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval, **gate,
     )  # fmt: skip
-    y = norm.norm_heads(run, o, running.project(x, w.z), w.norm, activation="silu", eps=config.eps)
+    if config.output_gate:
+        y = norm.norm_heads(run, o, running.project(x, w.z), w.norm, activation="silu", eps=config.eps)
+    else:
+        y = norm.rms_heads(o, w.norm, config.eps)
     return running.project_out(y, w.out, x), caches.Cache(conv, state)
 
 
 LAYER = layer.Definition(
     "gated_delta_product", config.GatedDeltaProductConfig, GatedDeltaProductWeights, _split, _init, _load, _save,
-    ("gated_deltaproduct",), _mix,
+    ("gated_deltaproduct", "delta_net"), _mix,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
@@ -24,6 +25,7 @@ class KimiDeltaAttentionWeights(NamedTuple):
       A_log, dt_bias: [HV], [HV, K], float32.
       norm: [V].
       out: [HV V, D].
+      z_bias: [HV V]; nothing without a bias.
     """
 
     q: jax.Array
@@ -37,12 +39,17 @@ class KimiDeltaAttentionWeights(NamedTuple):
     dt_bias: jax.Array
     norm: jax.Array
     out: jax.Array
+    z_bias: jax.Array | tuple[()] = ()
 
 
 def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of the projections of the decay and of the norm's gate: one each, or none for one matrix."""
     ranks = () if config.R is None else (config.R,)
     return ranks, () if config.full_rank_gate else ranks
+
+
+# What flash-linear-attention's names of factors are in Kimi-Linear.
+_OF_FLA = {(name, i): end for name in "fg" for i, end in enumerate("ab")}
 
 
 def _names(name: str, ranks: tuple[int, ...]) -> list[str]:
@@ -54,7 +61,7 @@ def _split(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
     f, z = (("..",) * len(ranks) + (".n",) for ranks in _ranks(config))
     return dict(
         q=".h", k=".h", v=".n", f=f, z=z, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
-        norm=".", out="n.",
+        norm=".", out="n.", z_bias="n" if config.gate_bias else (),
     )  # fmt: skip
 
 
@@ -70,6 +77,7 @@ def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDe
         q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=new.factors(c.D, *decay, c.HV * c.K),
         z=new.factors(c.D, *gate, v), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
         A_log=new.log_decay(c.HV), dt_bias=new.step_bias(c.HV, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
+        z_bias=jnp.zeros(v, new.dtype) if c.gate_bias else (),
     )  # fmt: skip
 
 
@@ -77,11 +85,14 @@ def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> K
     """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
 
     The names are the names of Kimi-Linear and Kimi-K3, which have a rank, and of Ling 3.0, which has none, both as
-    published and as transformers saves them. A_log may be [1, 1, HV, 1], and may be padded with zeros, as in Kimi-K3.
+    published and as transformers saves them; or those of flash-linear-attention. A_log may be [1, 1, HV, 1], and may be
+    padded with zeros, as in Kimi-K3.
     The projections q, k and v may be one matrix, "qkv_proj".
     """
     found.rename("forget_gate.", "")
     found.rename("dense", "o_proj")
+    for (name, i), end in _OF_FLA.items():
+        found.rename(f"{name}_proj.{i}", f"{name}_{end}_proj")
     v = c.channels[2]
     decay, gate = _ranks(c)
     return KimiDeltaAttentionWeights(
@@ -91,6 +102,7 @@ def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> K
         b=found.matrix("b_proj", c.D, c.HV), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
         A_log=found.float32("A_log", c.HV, padded=True), dt_bias=found.float32("dt_bias", c.HV, c.K),
         norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
+        z_bias=found.read(f"{_names('g', gate)[-1]}.bias", v) if c.gate_bias else (),
     )  # fmt: skip
 
 
@@ -103,6 +115,13 @@ def _save(w: KimiDeltaAttentionWeights, c: config.KimiDeltaAttentionConfig, mode
         matrices |= dict(zip(names, factors, strict=True))
     named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
     named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+    named |= {f"{_names('g', gate)[-1]}.bias": w.z_bias} if c.gate_bias else {}
+    if model == "kda":
+        of_fla = {f"{name}_{end}_proj": f"{name}_proj.{i}" for (name, i), end in _OF_FLA.items()}
+        named = {
+            of_fla.get(name.partition(".")[0], name.partition(".")[0]) + name[name.index(".") :]: y
+            for name, y in named.items()
+        }
     A_log = w.A_log.reshape(1, 1, -1, 1) if model.startswith("kimi") else w.A_log
     return named | {"A_log": A_log, "dt_bias": w.dt_bias.reshape(-1), "o_norm.weight": w.norm}
 
@@ -116,7 +135,7 @@ def _mix(
 
         q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))      channel by channel over the last W tokens
         g       = -exp(A_log) softplus(W_f x + dt_bias), or lower_bound sigmoid(exp(A_log) (W_f x + dt_bias))
-        beta    = sigmoid(W_b x)
+        beta    = sigmoid(W_b x), or twice that
         o       = KDA(q, k, v, g, beta), with q and k of unit length
         y       = W_out (rms_norm(o) sigmoid(W_z x))
 
@@ -126,14 +145,15 @@ def _mix(
     """
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
+    z = running.with_bias(z, w.z_bias)
     y, cache = mixing.delta_rule(
         run, config, _OPERATORS, projected, w.conv, f, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
-        activation="sigmoid", eps=config.eps, lower_bound=config.lower_bound,
+        activation="sigmoid", eps=config.eps, lower_bound=config.lower_bound, allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
     return running.project_out(y, w.out, x), cache
 
 
 LAYER = layer.Definition(
     "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _save,
-    ("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "bailing_moe_v3_vl", "glm5_next"), _mix,
+    ("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "bailing_moe_v3_vl", "glm5_next", "kda"), _mix,
 )  # fmt: skip

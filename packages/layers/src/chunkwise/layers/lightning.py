@@ -104,7 +104,8 @@ def _save(w: LightningAttentionWeights, c: config.LightningAttentionConfig, mode
         parts = [x.reshape(c.H, -1, c.D) for x in projections]
         named = {"qkv_proj.weight": np.concatenate(parts, axis=1).reshape(-1, c.D)}
     named |= {f"{name}.weight": x for name, x in zip(names.qk_norm, w.qk_norm, strict=False)}
-    named |= {f"{names.z}.weight": w.z.T} if c.gate else {}
+    # An empty tuple is no weight.
+    named |= {f"{names.z}.weight": np.transpose(w.z)} if c.gate else {}
     named |= {} if c.groups is None else {f"{names.norm}.weight": w.norm}
     return named | {f"{names.out}.weight": w.out.T}
 

@@ -20,7 +20,14 @@ from chunkwise.fused_gdn import (
     recurrent_delta_rule,
     recurrent_gated_delta_rule,
 )
-from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, ragged_simple_gla, recurrent_gla, recurrent_simple_gla
+from chunkwise.fused_gla import (
+    chunk_gla,
+    chunk_simple_gla,
+    ragged_gla,
+    ragged_simple_gla,
+    recurrent_gla,
+    recurrent_simple_gla,
+)
 from chunkwise.kda import chunk_kda, ragged_kda, recurrent_kda
 from chunkwise.mamba2 import chunk_mamba2, ragged_mamba2, recurrent_mamba2
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
@@ -59,6 +66,7 @@ __all__ = [
     "ragged_gated_delta_product",
     "ragged_gated_delta_rule",
     "ragged_gdn2",
+    "ragged_gla",
     "ragged_kda",
     "ragged_mamba2",
     "ragged_simple_gla",

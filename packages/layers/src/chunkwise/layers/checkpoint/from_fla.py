@@ -13,7 +13,19 @@ from chunkwise.shared.call import checks
 # The defaults of flash-linear-attention for settings that a file leaves out.
 PRODUCT = dict(
     hidden_size=2048, num_heads=6, head_dim=256, expand_v=2.0, conv_size=4, norm_eps=1e-6, use_forget_gate=False,
-    allow_neg_eigval=False, num_householder=1,
+    allow_neg_eigval=False, num_householder=1, use_output_gate=True,
+)  # fmt: skip
+DELTA_NET = dict(
+    hidden_size=2048, num_heads=16, expand_k=1.0, expand_v=1.0, conv_size=4, norm_eps=1e-6, allow_neg_eigval=False,
+    use_gate=False,
+)  # fmt: skip
+GLA = dict(
+    hidden_size=2048, num_heads=4, expand_k=0.5, expand_v=1.0, norm_eps=1e-6, gate_low_rank_dim=16,
+    gate_logit_normalizer=16.0,
+)  # fmt: skip
+GROUPED = dict(
+    hidden_size=2048, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, conv_size=4, norm_eps=1e-6,
+    allow_neg_eigval=False, output_gate_activation="swish", lower_bound=None,
 )  # fmt: skip
 RWKV7 = dict(
     hidden_size=2048, head_dim=64, num_heads=None, decay_low_rank_dim=64, a_low_rank_dim=64, gate_low_rank_dim=128,
@@ -29,17 +41,81 @@ _BLOCKS = ("blocks.", "rwkv7.blocks.")
 _WHY = "because the first one takes no values of another"
 
 
+def _expanded(s: settings.Settings, name: str, channels: int, heads: int = 1) -> int:
+    """Return the channels of each head that a factor makes of some channels."""
+    expand = s.number(name)
+    size = int(channels * expand) // heads
+    whole = size > 0 and channels * expand == size * heads
+    parts = f"of {channels}" if heads == 1 else f"of {channels} for {heads} heads"
+    checks.check(whole, f"`hf_config.{name}` must make whole channels {parts}; got {expand}.")
+    return size
+
+
 def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
     """Return the config of Gated DeltaProduct."""
-    for name in ("use_short_conv", "use_output_gate"):
-        s.require(name, True)
+    s.require("use_short_conv", True)
     s.require("conv_bias", False)
-    H, K, expand = s.whole("num_heads"), s.whole("head_dim"), s.number("expand_v")
-    V = int(K * expand)
-    checks.check(V > 0 and K * expand == V, f"`hf_config.expand_v` must make whole channels of {K}; got {expand}.")
+    H, K = s.whole("num_heads"), s.whole("head_dim")
     return config.GatedDeltaProductConfig(
-        s.whole("hidden_size"), H, H, K, V, s.whole("conv_size"), s.number("norm_eps"), s.whole("num_householder"),
-        s.flag("use_forget_gate"), s.flag("allow_neg_eigval"),
+        s.whole("hidden_size"), H, H, K, _expanded(s, "expand_v", K), s.whole("conv_size"), s.number("norm_eps"),
+        s.whole("num_householder"), s.flag("use_forget_gate"), s.flag("allow_neg_eigval"), s.flag("use_output_gate"),
+    )  # fmt: skip
+
+
+def delta_net(s: settings.Settings) -> config.GatedDeltaProductConfig:
+    """Return the config of DeltaNet: one step of the delta rule a token, and no decay."""
+    known = dict(use_short_conv=True, use_beta=True, use_output_norm=True, qk_norm="l2", qk_activation="silu")
+    for name, value in known.items():
+        s.require(name, value)
+    D, H = s.whole("hidden_size"), s.whole("num_heads")
+    return config.GatedDeltaProductConfig(
+        D, H, H, _expanded(s, "expand_k", D, H), _expanded(s, "expand_v", D, H), s.whole("conv_size"),
+        s.number("norm_eps"), num_householder=1, forget_gate=False, allow_neg_eigval=s.flag("allow_neg_eigval"),
+        output_gate=s.flag("use_gate"),
+    )  # fmt: skip
+
+
+def _grouped(s: settings.Settings) -> dict[str, Any]:
+    """Return the sizes of a layer whose value heads may share a key head, by name."""
+    H, K = s.whole("num_heads"), s.whole("head_dim")
+    return dict(
+        D=s.whole("hidden_size"), H=H, HV=s.whole("num_v_heads") or H, K=K, V=_expanded(s, "expand_v", K),
+        W=s.whole("conv_size"), eps=s.number("norm_eps"), allow_neg_eigval=s.flag("allow_neg_eigval"),
+    )  # fmt: skip
+
+
+def gated_deltanet(s: settings.Settings) -> config.GatedDeltaNetConfig:
+    """Return the config of a gated DeltaNet."""
+    for name in ("use_short_conv", "use_gate"):
+        s.require(name, True)
+    gate = s.word("output_gate_activation")
+    return config.GatedDeltaNetConfig(**_grouped(s), activation="silu" if gate == "swish" else gate)
+
+
+def kda(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
+    """Return the config of Kimi delta attention."""
+    s.require("use_short_conv", True)
+    sizes, bound = _grouped(s), s.number("lower_bound")
+    # It only lets a kernel rely on the bound.
+    s.require("safe_gate", False, bound is not None)
+    return config.KimiDeltaAttentionConfig(**sizes, R=sizes["V"], lower_bound=bound, gate_bias=True)
+
+
+def gla(s: settings.Settings) -> config.GatedLinearAttentionConfig:
+    """Return the config of gated linear attention."""
+    known = dict(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
+    for name, value in known.items():
+        s.require(name, value)
+    s.ignore("conv_size")
+    D, H = s.whole("hidden_size"), s.whole("num_heads")
+    s.require("num_kv_heads", H)
+    # The activation of the norm's gate, too.
+    s.require("hidden_act", "swish", "silu")
+    for name in ("feature_map", "clamp_min"):
+        s.require(name)
+    return config.GatedLinearAttentionConfig(
+        D, H, H, _expanded(s, "expand_k", D, H), _expanded(s, "expand_v", D, H), eps=s.number("norm_eps"),
+        R=s.whole("gate_low_rank_dim"), normalizer=s.number("gate_logit_normalizer"),
     )  # fmt: skip
 
 

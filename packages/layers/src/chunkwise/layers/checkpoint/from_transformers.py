@@ -339,6 +339,10 @@ _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] 
     "bailing_moe_linear": (_ling_2, _LING_2),
     "minicpm_sala": (_minicpm_sala, _SALA),
     "xlstm": (_xlstm, _XLSTM),
+    "gated_deltanet": (from_fla.gated_deltanet, from_fla.GROUPED),
+    "kda": (from_fla.kda, from_fla.GROUPED | dict(num_heads=16, head_dim=128, expand_v=1.0)),
+    "gla": (from_fla.gla, from_fla.GLA),
+    "delta_net": (from_fla.delta_net, from_fla.DELTA_NET),
     "gated_deltaproduct": (from_fla.gated_deltaproduct, from_fla.PRODUCT),
     "rwkv7": (from_fla.rwkv7, from_fla.RWKV7),
 }

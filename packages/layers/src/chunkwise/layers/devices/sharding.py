@@ -12,6 +12,7 @@ from chunkwise.layers import (
     delta_net,
     delta_net2,
     delta_product,
+    gla,
     kimi,
     layer,
     lightning,
@@ -22,7 +23,7 @@ from chunkwise.layers import (
 from chunkwise.layers.devices import division
 from chunkwise.shared.call import checks
 
-_MODULES = delta_net, delta_net2, delta_product, kimi, mamba2, lightning, mlstm, rwkv7
+_MODULES = delta_net, delta_net2, delta_product, gla, kimi, mamba2, lightning, mlstm, rwkv7
 LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 

@@ -29,7 +29,9 @@ def rms_heads(x, weight, eps: float) -> jax.Array:
     return (y * weight.astype(jnp.float32)[None, None, None]).astype(x.dtype)
 
 
-def norm_groups(run: running.Run, o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
+def norm_groups(
+    run: running.Run, o, z, weight, groups: int, *, activation: str | None, norm_before_gate: bool, eps: float
+):
     """Return the gated RMSNorm of o [B, T, HV, V] with gates z [B, T, HV V]; a norm goes over a group of heads.
 
     The weight [HV V] has an entry for every channel of every head.
@@ -56,7 +58,7 @@ def is_local(run: running.Run, v, config: config.LayerConfig, groups: int) -> bo
     return groups % division.devices_of_heads(run.sharding, running.by_head(v, config.HV)) == 0
 
 
-def _norm_over_devices(o, z, weight, groups: int, *, activation: str, norm_before_gate: bool, eps: float):
+def _norm_over_devices(o, z, weight, groups: int, *, activation: str | None, norm_before_gate: bool, eps: float):
     """Return the norm of `norm_groups` if a group of heads lies on several devices, over which XLA adds up."""
     HV, V = o.shape[2:]
     gate = activations.activate(running.by_head(z, HV).astype(jnp.float32), activation)
