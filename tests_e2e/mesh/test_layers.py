@@ -180,7 +180,9 @@ def test_more_devices_than_key_heads(name, shared, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2", "mamba2_mixer", "mamba2_mixer_shared"])
+@pytest.mark.parametrize(
+    "name", ["gated_delta_net", "gated_delta_net2", "mamba2_mixer", "mamba2_mixer_shared", "rwkv7_attention"]
+)
 def test_heads_send_one_sum(name, mode):
     """Tensor parallelism: a forward sums what the last product makes, and the mean of a norm over all heads."""
     layer = LAYERS[name]

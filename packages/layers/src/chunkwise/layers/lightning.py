@@ -185,7 +185,7 @@ def _decodes(config: config.LightningAttentionConfig, arrays) -> Decodes:
     static = DecodeStatic(
         config.H, config.HV, config.K, config.V, 1, True, config.scale, False, "decode_layer_fwd",
         activation=config.activation, norm_gate="sigmoid", eps=None if weight is None else config.eps,
-        norm_heads=config.HV // config.groups,
+        norm_heads=config.HV // (config.groups or 1),
     )  # fmt: skip
     z = None if z is None else mixing.rows(z)
     return Decodes(static, tuple(map(mixing.rows, projected)), None, z=z, norm=weight, gamma=gamma)

@@ -35,7 +35,7 @@ def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str,
         buffers[name] = pltpu.VMEM((C, lanes), x.dtype)
         narrow = x.dtype == jnp.bfloat16
         if not narrow or n > 2:
-            tiles = lanes // packed.LANES, C // (1 + narrow), packed.LANES
+            tiles = packed.pad_lanes(lanes) // packed.LANES, C // (1 + narrow), packed.LANES
             buffers[f"{name}.tiles"] = pltpu.VMEM(tiles, jnp.uint32 if narrow else x.dtype)
     return flat, buffers
 
@@ -65,7 +65,7 @@ def join(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
     """Store the rows of Refs [C / n, lanes] in turn in a Ref [C, lanes]; None is zeros.
 
     A row of registers holds one float32 or two bfloat16. Stores with a stride put them in turn, in `tiles`, a Ref
-    [lanes / 128, words, 128], because they need rows of one register.
+    [registers, words, 128], because they need rows of one register. The last register may have fewer lanes.
     """
     zeros = jnp.zeros((ref.shape[0] // len(arrays), ref.shape[1]), ref.dtype)
     rows = [zeros if y is None else y[...] for y in arrays]
@@ -77,8 +77,8 @@ def join(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
         ref.bitcast(jnp.uint32)[...] = words[0]
         return
     for i, lanes in _registers(ref):
-        layout.store_every(tiles.at[i], [y[:, lanes] for y in words])
-        ref[:, lanes] = pltpu.bitcast(tiles[i], ref.dtype)
+        layout.store_every(tiles.at[i], [_whole(y[:, lanes]) for y in words])
+        ref[:, lanes] = pltpu.bitcast(tiles[i], ref.dtype)[:, : lanes.stop - lanes.start]
 
 
 def separate(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
@@ -89,10 +89,10 @@ def separate(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
         rows = halves(ref.bitcast(jnp.uint32)[...])
     else:
         for i, lanes in _registers(ref):
-            tiles[i] = pltpu.bitcast(ref[:, lanes], tiles.dtype)
+            tiles[i] = _whole(pltpu.bitcast(ref[:, lanes], tiles.dtype))
         n = len(arrays) * tiles.shape[1] // ref.shape[0]
         each = [layout.load_every(tiles.at[i], n) for i, _ in _registers(ref)]
-        words = [jnp.concatenate(y, axis=1) for y in zip(*each, strict=True)]
+        words = [jnp.concatenate(y, axis=1)[:, : ref.shape[1]] for y in zip(*each, strict=True)]
         rows = [y for x in words for y in halves(x)] if ref.dtype == jnp.bfloat16 else words
     for array, y in zip(arrays, rows, strict=True):
         if array is not None:
@@ -101,8 +101,14 @@ def separate(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
 
 def _registers(ref: jax.Ref) -> Iterator[tuple[int, slice]]:
     """Give the numbers of the registers of a row, and their lanes."""
-    for i in range(ref.shape[1] // packed.LANES):
-        yield i, slice(i * packed.LANES, (i + 1) * packed.LANES)
+    for i, first in enumerate(range(0, ref.shape[1], packed.LANES)):
+        yield i, slice(first, min(first + packed.LANES, ref.shape[1]))
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Return rows [n, lanes] of a whole register, with zeros behind."""
+    missing = packed.LANES - x.shape[1]
+    return jnp.concatenate([x, jnp.zeros((x.shape[0], missing), x.dtype)], axis=1) if missing else x
 
 
 def pair(low: jax.Array, high: jax.Array) -> jax.Array:
