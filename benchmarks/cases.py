@@ -15,6 +15,7 @@ CASES = MODELS | {
     "qwen3-next-80b-ragged": Layer("gated_delta_rule", H=16, HV=32, sequences=16, ragged=True),
     # Some heads of Qwen3-Next; one of eight devices is a model's.
     **{f"qwen3-next-80b-tp{n}": Layer("gated_delta_rule", H=16 // n, HV=32 // n) for n in (2, 4, 16)},
+    "olmo-hybrid-7b": Layer("gated_delta_rule", H=30, HV=30, K=96, V=192),
     "gdn-16": Layer("gated_delta_rule", H=16, HV=16, T=2048),
     **{
         f"{name}-segments": Layer(operator, H=H, HV=HV, sequences=16, ragged=True, segments=True)
