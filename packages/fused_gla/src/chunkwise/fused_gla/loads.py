@@ -108,7 +108,7 @@ def load_row(ref, refs: GlaRefs, s: GlaStatic, chunk: StageChunk, heads: slice, 
     return x if valid is None else jnp.where(valid, x, otherwise)
 
 
-def load_sums(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, start: bool = True, end: bool = True) -> packs.Gates:
+def load_sums(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, start: bool = True, end: bool = True) -> packs.GateSums:
     """Return the gates per head of a chunk, of all heads, with the sums of both kinds or of one."""
     every = slice(0, refs.v.shape[1] // s.V)
     to_base_2 = jnp.float32(tiles.LOG2_E)
@@ -128,7 +128,7 @@ def load_sums(refs: GlaRefs, s: GlaStatic, chunk: StageChunk, start: bool = True
         rows = [tiles.to_row(x.astype(jnp.float32))[0] > 0.0 for x in rows]  # [1, C]
         sums = [jnp.where(row, x, packs.NEVER) for row, x in zip(rows, sums, strict=True)]
         through = jnp.where(chunk.masks.through, through, 0.0)
-    return packs.Gates(g, weight, jnp.stack(sums), through)
+    return packs.GateSums(g, weight, jnp.stack(sums), through)
 
 
 def sum_parts(refs: GlaRefs) -> int:

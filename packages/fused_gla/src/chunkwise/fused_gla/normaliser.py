@@ -75,7 +75,7 @@ class Divided(NamedTuple):
         e = jnp.where(jnp.abs(z) > self.least, -jnp.sign(z) * read, 0.0)
         return self._replace(e=e), (pairs, start, dP + e)
 
-    def sums(self, x: packs.Gradients, P, start, end, q, k, through) -> packs.Gradients:
+    def sums(self, x: packs.PackGradients, P, start, end, q, k, through) -> packs.PackGradients:
         """Return gradients with those of the sums of keys, and of their decays and weights."""
         keys, (d_scores, dq, dk) = len(q), x.sums
         q, k = _of_values(q, self.n), _of_values(k, self.n)

@@ -26,7 +26,7 @@ from chunkwise.shared.kernels import matmul, packed, tiles
 NEVER = -1e4
 
 
-class Gates(NamedTuple):
+class GateSums(NamedTuple):
     """The gates of a chunk, of all h heads of a block.
 
     Attributes:
@@ -42,10 +42,10 @@ class Gates(NamedTuple):
     sums: jax.Array
     through: jax.Array
 
-    def of(self, heads: slice) -> "Gates":
+    def of(self, heads: slice) -> "GateSums":
         """Return the gates of some heads."""
         weight = None if self.log_weight is None else self.log_weight[heads]
-        return Gates(self.g[heads], weight, self.sums[:, heads], self.through[heads])
+        return GateSums(self.g[heads], weight, self.sums[:, heads], self.through[heads])
 
 
 def heads_at_once(most: int, heads: int, group: int, p: int) -> int:
@@ -82,7 +82,7 @@ def over_lanes(sums: jax.Array, p: int, V: int, count: int) -> jax.Array:
     return packed.concat_lanes([each] * -(-p * V // packed.LANES))[:, :, : p * V]
 
 
-def pair_exponents(gates: Gates, count: int, transposed: bool) -> jax.Array:
+def pair_exponents(gates: GateSums, count: int, transposed: bool) -> jax.Array:
     """Return the exponents of the decays from token j to i >= j, with the weight of j, [n, i, j] or [n, j, i].
 
     The exponents of other pairs are finite. The sums keep `count` bfloat16 parts of the gates.
@@ -143,7 +143,7 @@ def write(x: tuple[jax.Array, ...], k: tuple[jax.Array, ...], V: int) -> jax.Arr
     return added.reshape(-1, V, k[0].shape[2])
 
 
-def chunk_products(q, k, v, do, S, dS, gates: Gates, p: int, parts: int, count: int) -> tuple[Any, ...]:
+def chunk_products(q, k, v, do, S, dS, gates: GateSums, p: int, parts: int, count: int) -> tuple[Any, ...]:
     """Return products for `chunk_bwd` that wait for no other product.
 
     Args:
@@ -156,8 +156,8 @@ def chunk_products(q, k, v, do, S, dS, gates: Gates, p: int, parts: int, count: 
       count: how many bfloat16 parts of gates exponents keep.
 
     Returns:
-      The exponents of pairs, transposed [n, C, C], and of `Gates.sums` in lanes [2 m, C, p V]; the product of k and dS,
-      packs; that of v and do, the gradient of the scores, transposed [n, C, C]; and those of do and S and of v and dS,
+      The exponents of pairs, transposed [n, C, C], and of `GateSums.sums` in lanes [2 m, C, p V]; the product of k and
+      dS, packs; that of v and do, the gradient of the scores, transposed [n, C, C]; those of do and S and of v and dS,
       [n, C, K], if no heads share a key head, otherwise that of q and S, packs, and None.
     """
     lanes, C, (n, V, K) = v.shape[2], v.shape[1], S.shape
@@ -173,7 +173,7 @@ def chunk_products(q, k, v, do, S, dS, gates: Gates, p: int, parts: int, count: 
     )
 
 
-class Gradients(NamedTuple):
+class PackGradients(NamedTuple):
     """What `chunk_bwd` returns, float32.
 
     Attributes:
@@ -198,7 +198,9 @@ class Gradients(NamedTuple):
     columns: tuple[jax.Array, ...] = ()
 
 
-def chunk_bwd(q, k, v, do, S, dS, shared, gates: Gates, scale, p: int, parts: int, products, divided=None) -> Gradients:
+def chunk_bwd(
+    q, k, v, do, S, dS, shared, gates: GateSums, scale, p: int, parts: int, products, divided=None
+) -> PackGradients:
     """Return the gradients of a chunk but for the part of q and k through the scores, which `through_scores` has.
 
     Args:
@@ -232,7 +234,7 @@ def chunk_bwd(q, k, v, do, S, dS, shared, gates: Gates, scale, p: int, parts: in
         dq, dk = start[:, :, :K] * by_do, end[:, :, :K] * by_v
         of_start, of_end = q_start * by_do, k.astype(jnp.float32) * dk
         read = write((do,), operands(q_start), V)
-    gradients = Gradients(
+    gradients = PackGradients(
         (tile.to_key_heads(pairs * dP, keys), dq, dk),
         dv=end[:, :, : v.shape[2]] * by_k + matmul.dot(packed.side_lanes(P.astype(dtype), p), placed(do, p)),
         d_state=dS_before + read,
@@ -246,7 +248,7 @@ def chunk_bwd(q, k, v, do, S, dS, shared, gates: Gates, scale, p: int, parts: in
 
 
 def through_scores(sums, q, k, scale, same: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of q and k, [keys, C, K], from `Gradients.sums` over all heads of the key heads."""
+    """Return the gradients of q and k, [keys, C, K], from `PackGradients.sums` over all heads of the key heads."""
     d_scores, dq, dk = sums
     pairs = tile.within(~tiles.strictly_lower(q.shape[1]), same)
     low = jnp.where(pairs, scale * d_scores, 0.0).astype(q.dtype)  # [keys, j, i]
@@ -284,7 +286,7 @@ class GateTerms:
         """Return columns [1, C, all heads] with the column [1, C, 1] of a head."""
         return jnp.where(packed.lane_index(columns.shape[2]) == jnp.int32(head), x, columns)
 
-    def add_gates(self, first: int, x: Gradients, p: int) -> None:
+    def add_gates(self, first: int, x: PackGradients, p: int) -> None:
         """Add the terms of the gates of the heads from `first` on."""
         of_end = jnp.where(self.before_last, x.of_end, 0.0)
         of_states = x.of_start - of_end
@@ -301,7 +303,7 @@ class GateTerms:
             self.rows[first + i] = jnp.sum(x.of_pairs[i], axis=0, keepdims=True)  # [1, C]
             self.totals[first + i] = total[0], x.of_through[i]  # [1, 1] each
 
-    def add_weights(self, first: int, v: jax.Array, x: Gradients, p: int) -> None:
+    def add_weights(self, first: int, v: jax.Array, x: PackGradients, p: int) -> None:
         """Add the gradients of the logs of weights, which multiply values, of the heads from `first` on."""
         product = v.astype(jnp.float32) * x.dv
         for i in range(len(x.of_pairs)):
