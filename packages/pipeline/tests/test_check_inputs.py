@@ -171,7 +171,7 @@ def test_constant_gates():
     ("change", "message"),
     [
         (dict(v=X["v"][:, 1:]), r"`v` must have shape .* = \(2, 6, any, any\); got \(2, 5, 2, 4\)"),
-        (dict(g=None), r"`g` must be an array \[B, T, HV\]; got NoneType"),
+        (dict(g=5.0), r"`g` must be an array \[B, T, HV\]; got float"),
         (dict(beta=None) | RAW, r"`beta` must be an array \[B, T, HV\] where gates or step sizes are raw; got None"),
         (dict(initial_state=X["initial_state"][:1]), r"`initial_state` must have shape .* = \(2, 2, 4, 4\); got"),
         (dict(allow_neg_eigval="yes"), "`allow_neg_eigval` must be True or False"),
