@@ -204,6 +204,7 @@ class Serving:
     def valid_tokens(self, x) -> jax.Array | None:
         """Return which tokens of x [1, T, D] belong to a sequence that exists, bool [1, T]."""
         ends, count = checks.as_int32(self.slots["cu_seqlens"]), self.step.num_sequences
+        checks.check_packed(ends, len(x))
         ends = step_table.boundaries_of(ends, arguments.Slots(num_sequences=count), x.shape[1])
         return chunking.valid_tokens(ends, None, x.shape[1])
 
