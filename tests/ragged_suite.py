@@ -74,7 +74,8 @@ def make_tokens(
 
 def token_of(operator: str):
     """Return the recurrence of an operator, a `token` function of `engine.Oracle`."""
-    run = {"gated_delta_product": _of_product, "dplr_delta_rule": _of_dplr}.get(operator, linear_attention)
+    others = dict(gated_delta_product=_of_product, dplr_delta_rule=_of_dplr, comba=_of_comba)
+    run = others.get(operator, linear_attention)
     if operator not in RAW:
         return run
 
@@ -90,6 +91,12 @@ def _of_product(S: np.ndarray, *, q, k, v, g, beta) -> tuple[np.ndarray, np.ndar
     for i in range(len(k)):
         S, o = linear_attention(S, q=q, k=k[i], v=v[i], g=g if i == 0 else np.zeros_like(g), beta=beta[i])
     return S, o
+
+
+def _of_comba(S: np.ndarray, *, v, beta, p, **x) -> tuple[np.ndarray, np.ndarray]:
+    """Return the state and the output after a token whose erase key reads the state before its decay."""
+    read = np.einsum("hkv,hk->hv", S, np.repeat(p, len(S) // len(p), axis=0))
+    return linear_attention(S, v=beta[:, None] * (v - read), **x)
 
 
 def _of_dplr(S: np.ndarray, *, q, k, v, a, b, gk) -> tuple[np.ndarray, np.ndarray]:

@@ -122,7 +122,7 @@ def gla(s: settings.Settings) -> config.GatedLinearAttentionConfig:
 def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfig:
     """Return the config of a layer of RWKV-7, of its number."""
     layer = layer_types.given(layer, _WHY)
-    if "Rwkv7ForCausalLM" in (s.named.get("architectures") or ()):
+    if s.named.get("architectures") == ["Rwkv7ForCausalLM"]:
         s.defaults = _TRANSFORMERS
     D, heads = s.whole("hidden_size"), s.whole("num_heads")
     # Their number says the size of heads only where the size is null, and not missing. Else it is not read, and some

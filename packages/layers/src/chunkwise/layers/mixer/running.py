@@ -226,16 +226,17 @@ class Serving:
 
     def valid_tokens(self, x) -> jax.Array | None:
         """Return which tokens of x [1, T, D] belong to a sequence that exists, bool [1, T]."""
-        return chunking.valid_tokens(self._boundaries(x.shape[1]), None, x.shape[1])
+        return chunking.valid_tokens(self._boundaries(x), None, x.shape[1])
 
-    def _boundaries(self, T: int) -> jax.Array:
-        """Return the boundaries of the sequences that exist, int32 [N + 1], which rise within T tokens."""
+    def _boundaries(self, x) -> jax.Array:
+        """Return the boundaries of the sequences that exist, int32 [N + 1], which rise within the tokens of x."""
         ends, count = checks.as_int32(self.slots["cu_seqlens"]), self.step.num_sequences
-        return step_table.boundaries_of(ends, arguments.Slots(num_sequences=count), T)
+        checks.check_packed(ends, len(x))
+        return step_table.boundaries_of(ends, arguments.Slots(num_sequences=count), x.shape[1])
 
     def positions(self, i: int, x) -> jax.Array:
         """Return how many tokens each token of x [1, T, D] follows, float32 [1, T], with those before the slot."""
-        T, ends = x.shape[1], self._boundaries(x.shape[1])
+        T, ends = x.shape[1], self._boundaries(x)
         older, _ = self.convolve(i, jnp.zeros((1, T, 1), jnp.float32), OLDER[None], None, 1, None)
         before = older[0, jnp.minimum(ends[:-1], T - 1), 0]
         return _from_boundaries(jnp.arange(T, dtype=jnp.int32), ends, before)[None]
