@@ -66,14 +66,14 @@ _MORE = {
     "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
 _WIDTH = 4
-# For these chips, and for int8 without a ring, the compiler cannot profile a program that also has the branch of
-# prefills. So the counts of the step are static there, and the program has one branch.
+# For these chips, for int8 without a ring, and for layers without a delta rule, the compiler cannot profile a program
+# that also has the branch of prefills. So the counts of the step are static there, and the program has one branch.
 _ONE_WAY = ("v5e", "v5p")
 
 
 def mixtures(name: str) -> list[str]:
     """Return the mixtures of a case."""
-    return [*MIXTURES, *_MORE.get(name, []), MIXED]
+    return [*MIXTURES, *_MORE.get(name, []), *([MIXED] if MIXERS[name].table.delta else [])]
 
 
 def _layer(case: Mixer):
@@ -142,7 +142,7 @@ def count_around(case: Mixer, mixture: Mixture, chip: str, rows: bool = True) ->
         os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", step.hollow):
             flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
-            one_way = chip in _ONE_WAY or not (mixture.over_array or mixture.replay)
+            one_way = chip in _ONE_WAY or not (case.table.delta and (mixture.over_array or mixture.replay))
             text = compile_mixer(case, mixture, chip, flags, one_way, rows)
         return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text, bool(mixture.prefills))))
 

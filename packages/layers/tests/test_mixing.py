@@ -1,4 +1,6 @@
-"""The mixer of a delta layer: a serving step of decodes alone is one launch between the projections."""
+"""The mixer of a layer: a serving step of decodes alone is one launch between the projections."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,25 @@ from chunkwise.shared.testing.compare import assert_close
 CONFIGS = {
     "gated_delta_net": layers.GatedDeltaNetConfig(D=32, H=1, HV=2, K=128, V=128, allow_neg_eigval=True),
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=32, H=1, HV=1, K=128, V=128, lower_bound=-5.0),
+    # States lie transposed.
+    "mamba2_mixer": layers.Mamba2Config(D=32, H=2, HV=8, K=128, V=64, dt_limit=(0.01, 0.6)),
+    "lightning_attention": layers.LightningAttentionConfig(D=32, H=2, HV=2, K=128, V=128, layer=1, layers=3),
+}
+MAMBA = CONFIGS["mamba2_mixer"]
+# Mixers of Mamba-2: one group, a norm before the gate, no norm, a narrow state, and a pool of every type.
+MIXERS = {
+    "bfloat16": (MAMBA, "bfloat16"),
+    "one group": (dataclasses.replace(MAMBA, H=1), "float32"),
+    "norm before": (dataclasses.replace(MAMBA, norm="before", V=80), "float32"),
+    "no norm": (dataclasses.replace(MAMBA, norm=None, conv_bias=False), "float32"),
+    "64 by 64": (dataclasses.replace(MAMBA, K=64), "bfloat16"),
+    "int8": (MAMBA, "int8"),
+    "ring": (MAMBA, "ring"),
 }
 # The kernel is compared with float64 in `shared`, and layers over devices with those of one.
 THOROUGH = dict(
-    test_one_launch=lambda name: name != "kimi_delta_attention", test_one_launch_over_rings=True,
+    test_one_launch=lambda name: name not in ("kimi_delta_attention", "lightning_attention"),
+    test_mamba2_beside_plain_jax=lambda case: case != "bfloat16", test_one_launch_over_rings=True,
     # Decodes have gradients of their own, and layers too.
     test_a_token_after_a_cache=True, test_drafts_in_slots=True,
 )  # fmt: skip
@@ -52,6 +69,35 @@ def test_one_launch(name):
     names = lambda implementation: str(jax.make_jaxpr(run, static_argnums=1)(pool, implementation, jnp.int32(4)))
     assert "decode_layer_fwd" in names("fused")
     assert "decode_layer_fwd" not in names("xla")
+
+
+@pytest.mark.parametrize("case", MIXERS)
+def test_mamba2_beside_plain_jax(case):
+    """A step of decodes by one launch, over every pool, and one of a decode and prefills by the kernels."""
+    config, kind = MIXERS[case]
+    weights = layers.init_mamba2_mixer(jax.random.key(0), config)
+    ring = kind == "ring"
+    pool = layers.empty_pool(config, 5, replay=2) if ring else layers.empty_pool(config, 5, state_dtype=kind)
+    cache = jax.tree.map(
+        lambda y: 0.3 * jax.random.normal(jax.random.key(2), y.shape, y.dtype), layers.empty_cache(config, 5)
+    )
+    pool = layers.write_cache(pool, jnp.arange(5, dtype=jnp.int32), cache)
+    for lengths, decodes in (((1, 1, 1, 1), 4), ((1, 5, 5, 5), 1)):
+        boundaries = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+        x = jax.random.normal(jax.random.key(1), (1, sum(lengths), config.D))
+
+        def run(pool, implementation, x=x, boundaries=boundaries, decodes=decodes):
+            told = layers.Step(boundaries, SLOTS, jnp.array([True, True, False, True]), num_decodes=decodes)
+            options = dict(decode_tokens=1) if ring else {}
+            return layers.ragged_mamba2_mixer(x, weights, config, pool, told, implementation=implementation, **options)
+
+        traced = jax.jit(run, static_argnums=1).trace(pool, "fused")
+        assert ("decode_layer_fwd" in str(traced.jaxpr)) == (decodes == 4)
+        got, want = (jax.jit(run, static_argnums=1)(pool, each) for each in ("fused", "xla"))
+        assert_close("y", got[0], want[0], 1e-5)
+        read = lambda found: layers.read_cache(found[1], jnp.arange(5))
+        for have, other in zip(*map(jax.tree.leaves, (read(got), read(want))), strict=True):
+            assert_close("cache", have, other, dict(bfloat16=4e-3, int8=1e-2).get(kind, 1e-5))
 
 
 def test_one_launch_over_rings(monkeypatch):
@@ -115,16 +161,18 @@ def test_drafts_are_one_launch(ring):
     assert "decode_layer_fwd" in str(jax.make_jaxpr(run, static_argnums=2)(pool, x, "fused"))
 
 
-def test_a_token_after_a_cache():
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2_mixer", "lightning_attention"])
+def test_a_token_after_a_cache(name):
     """Values and gradients of three rows; the gradient is that of the other form."""
-    config = CONFIGS["gated_delta_net"]
-    weights = layers.init_gated_delta_net(jax.random.key(0), config)
+    config = CONFIGS[name]
+    weights = getattr(layers, f"init_{name}")(jax.random.key(0), config)
     x, cache = jax.random.normal(jax.random.key(1), (3, 1, config.D)), layers.empty_cache(config, 3)
     cache = jax.tree.map(lambda y: 0.3 * jax.random.normal(jax.random.key(2), y.shape, y.dtype), cache)
 
     def loss(arrays, implementation):
         x, weights, cache = arrays
-        got = layers.gated_delta_net(x, weights, config, cache, output_cache=True, implementation=implementation)
+        layer = getattr(layers, name)
+        got = layer(x, weights, config, cache, output_cache=True, implementation=implementation)
         return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(got)), got
 
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
