@@ -316,19 +316,11 @@ def interaction_tile(q, e, k, decays: ChannelDecays, table, dtype, pairs: bool =
 
 
 def scores_beside(q, e, k, decays: ChannelDecays, table, dtype, keys: lanes.Lanes) -> jax.Array:
-    """Return the decayed products of queries and erase keys with keys, for tiles of m heads: see `interaction_tile`.
+    """Return the decayed products of queries, above those of erase keys, with keys, float32 [tiles, 2 C, m C].
 
-    The columns of the heads of a tile lie below one another in a product, each with zeros in the lanes of other heads.
-    So the scores of all heads land side by side, and upright.
-
-    Args:
-      q, e, k, decays, dtype: as in `interaction_tile`.
-      table: `table_of` [1, 2 C, m C].
-      keys: the lanes of tiles.
-
-    Returns:
-      [tiles, 2 C, m C] float32: row i has <q_i, e^(G_i - G_j) k_j> for i >= j of every head, and rows of erase keys
-      below them for i > j.
+    The columns of the m heads of a tile lie below one another in a product, each with zeros in the lanes of other
+    heads. So the scores of all heads land side by side, and upright. The arguments are as in `interaction_tile`, with
+    the table `table_of` [1, 2 C, m C] and the lanes of tiles.
     """
     C, operand, m = k.shape[1], matmul.operand_dtype(dtype), keys.heads
     stacked = packed.concat_rows([q, e])  # [tiles, 2 C, KL]
