@@ -41,11 +41,11 @@ class LayerConfig:
       eps: the number that the norm adds to the mean square.
     """
 
-    # Attributes of the class: whether gates are per channel of the key, and not per head; whether pools have rings;
-    # whether there are convolutions, and the type of their inputs in a cache, None for the user's.
+    # Whether gates are per channel of the key; whether pools have rings; whether there are convolutions, and which type
+    # their inputs have in a cache, None for the user's.
     per_channel: ClassVar[bool] = False
-    convolves: ClassVar[bool] = True
     rings: ClassVar[bool] = True
+    convolves: ClassVar[bool] = True
     conv_dtype: ClassVar[Any] = None
 
     D: int
@@ -82,7 +82,7 @@ class LayerConfig:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Channels of the short convolutions: of queries, of keys and of values."""
+        """Channels of the short convolutions: of queries, of keys and of values; none without convolutions."""
         return (self.H * self.K, self.H * self.K, self.HV * self.V) if self.convolves else ()
 
     @property
@@ -245,7 +245,6 @@ class LightningAttentionConfig(LayerConfig):
     """The sizes of `lightning_attention`.
 
     Attributes:
-      HV: heads of values, a multiple of H: HV / H value heads share a key head. All models have HV = H.
       W: 2 with rotary positions, of which a cache keeps the count of tokens; else not read.
       layer: number of this layer, from 0: in MiniMax decays get weaker from layer to layer.
       layers: how many layers the whole model has.
@@ -253,7 +252,7 @@ class LightningAttentionConfig(LayerConfig):
       activation: the activation of queries, keys and values, "silu" or None.
       scale: multiplies the queries.
       qk_norm: whether queries and keys of every head are normed.
-      frequencies: of rotary positions, radians a token, for each of n pairs of channels c and c + n; none for ().
+      frequencies: of rotary positions, radians a token, for n pairs of channels c and c + n; empty for none.
       rotary_scale: multiplies the channels that rotary positions turn.
       groups: how many norms share the heads of the output, each over HV / groups heads; None for no norm.
       gate: whether the output is multiplied by the sigmoid of a projection.
@@ -279,17 +278,19 @@ class LightningAttentionConfig(LayerConfig):
             checks.check(checks.is_whole(value), f"`{name}` must be a whole number; got {value!r}.")
         checks.check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
         checks.check_flags(qk_norm=self.qk_norm, gate=self.gate)
-        activation, groups, found, slope = self.activation, self.groups, self.frequencies, self.slope_factor
-        checks.check(activation in ("silu", None), f"`activation` must be 'silu' or None; got {activation!r}.")
-        for name, value in dict(scale=self.scale, rotary_scale=self.rotary_scale, slope_factor=slope or 0).items():
+        factor, groups, found = self.slope_factor, self.groups, self.frequencies
+        checks.check(
+            self.activation in ("silu", None), f"`activation` must be 'silu' or None; got {self.activation!r}."
+        )
+        for name, value in dict(scale=self.scale, rotary_scale=self.rotary_scale).items():
             checks.check(is_number(value), f"`{name}` must be a finite number; got {value!r}.")
-        checks.check((slope or 0) >= 0, f"`slope_factor` must be at least 0; got {slope!r}.")
+        sized = is_number(factor or 0) and (factor or 0) >= 0
+        checks.check(sized, f"`slope_factor` must be None or at least 0; got {factor!r}.")
         divides = groups is None or (checks.is_whole(groups) and groups > 0 and self.HV % groups == 0)
         checks.check(divides, f"`groups` must be None or a divisor of `HV`; got {groups!r} and {self.HV}.")
         numbers = isinstance(found, tuple) and all(map(is_number, found)) and 2 * len(found) <= self.K
         checks.check(numbers, f"`frequencies` must be a tuple of at most {self.K // 2} numbers; got {found!r}.")
-        fits = not found or self.W == 2
-        checks.check(fits, f"`W` must be 2, as the layer counts tokens for rotary positions; got {self.W}.")
+        checks.check(not found or self.W == 2, f"`W` must be 2 for a layer with `frequencies`; got {self.W}.")
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -307,7 +308,6 @@ class GatedLinearAttentionConfig(LayerConfig):
     """The sizes of `gated_linear_attention`.
 
     Attributes:
-      HV: heads of values, a multiple of H: HV / H value heads share a key head.
       W: not read, because the layer has no convolution.
       R: rank of the projection of the decay.
       normalizer: divides the logarithms of the decays.
@@ -331,7 +331,6 @@ class MlstmLayerConfig(LayerConfig):
     """The sizes of `mlstm_layer`.
 
     Attributes:
-      HV: heads of values, a multiple of H: HV / H value heads share a key head. xLSTM has HV = H.
       W: not read, because the layer has no convolution.
       gate_soft_cap: raw gates are cap * tanh(gate / cap); None for gates as they are.
       divisor_eps: the number that the operator adds to its divisor.
@@ -345,8 +344,8 @@ class MlstmLayerConfig(LayerConfig):
     def __post_init__(self):
         super().__post_init__()
         cap, eps = self.gate_soft_cap, self.divisor_eps
-        fits = cap is None or (is_number(cap) and cap > 0)
-        checks.check(fits, f"`gate_soft_cap` must be None or above 0; got {cap!r}.")
+        capped = cap is None or (is_number(cap) and cap > 0)
+        checks.check(capped, f"`gate_soft_cap` must be None or above 0; got {cap!r}.")
         checks.check(is_number(eps) and eps >= 0, f"`divisor_eps` must be at least 0; got {eps!r}.")
 
     @property
@@ -390,7 +389,7 @@ class GatedDeltaProductConfig(LayerConfig):
     def __post_init__(self):
         super().__post_init__()
         checks.check_size("num_householder", self.num_householder)
-        flags = ("forget_gate", "allow_neg_eigval", "output_gate")
+        flags = "forget_gate", "allow_neg_eigval", "output_gate"
         checks.check_flags(**{name: getattr(self, name) for name in flags})
 
     @property
