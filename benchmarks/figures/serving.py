@@ -118,8 +118,10 @@ def decodes_layout() -> str:
 def decodes_mixed() -> str:
     """The operations around the kernels of a step of decodes and prefills."""
     counts, rows = [], tables.select(tables.rows_of("decodes"), mixture=decode_mixer.MIXED, chip="v6e")
-    for case in tables.values(rows, "case"):
-        layer, row = decode_mixer.MIXERS[case], tables.only(rows, case=case)
+    for case, layer in decode_mixer.MIXERS.items():
+        if decode_mixer.MIXED not in decode_mixer.mixtures(case):
+            continue
+        row = tables.only(rows, case=case)
         counts.append(
             f"{tables.whole(row['around_cycles'])} for {tables.TITLES[layer.operator]} {layer.H} / {layer.HV}"
         )
