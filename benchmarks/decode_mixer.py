@@ -116,9 +116,8 @@ def compile_mixer(
         return layer.mix(jnp.zeros((1, mixture.T, 1), jnp.bfloat16), given, config, over)[:2]
 
     with step.leave_out_prefills(not mixture.over_array):
-        return compiler.compile_for(
-            run, weights, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,)
-        ).as_text()
+        program = compiler.compile_for(run, weights, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,))
+        return program.as_text()
 
 
 def _launch(text: str, mixed: bool = False) -> list[str]:

@@ -273,3 +273,12 @@ def test_formats():
     jax.tree.map(np.testing.assert_array_equal, got, want)
     for y, told in zip(jax.tree.leaves(got[1]), jax.tree.leaves(formats), strict=True):
         assert y.format.layout.major_to_minor == told.layout.major_to_minor == tuple(range(y.ndim))
+
+
+@pytest.mark.parametrize(("K", "V", "replay", "order"), [(128, 64, 0, (0, 1, 3, 2)), (128, 64, 4, (0, 1, 2, 3))])
+def test_formats_of_states_that_lie_transposed(K, V, replay, order):
+    """Of the arrays of a pool only states may lie so, and not those over rings."""
+    formats = pool_formats(make_pool(3, 128, K, V, replay=replay))
+    orders = {name: x.layout.major_to_minor for name, x in formats._asdict().items() if x is not None}
+    assert orders.pop("states") == order
+    assert all(x == tuple(range(len(x))) for x in orders.values())

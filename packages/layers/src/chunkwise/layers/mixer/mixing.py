@@ -185,8 +185,8 @@ def _key_heads(division: partition.Division, config: config.LayerConfig) -> int:
 
 def _letters(config: config.LayerConfig, mixer: Mixer) -> tuple[Any, ...]:
     """Return how the cache, the arrays of a step and the arrays of a mixer are split."""
-    conv: Any = config.conv_letters
-    return caches.Cache(conv, config.state_letters), "", mixer.letters
+    of_cache: Any = config.conv_letters, config.state_letters
+    return caches.Cache(*of_cache), "", mixer.letters
 
 
 def _divides(division: partition.Division, run: running.Run, config: config.LayerConfig, mixer: Mixer, tree) -> bool:

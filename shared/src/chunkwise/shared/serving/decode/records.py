@@ -155,8 +155,7 @@ class Decodes(NamedTuple):
         """The arrays that all tokens share, by the names of their Refs: rows, except weights of convolutions."""
         rows = {f"b{j}": y for j, y in enumerate(self.bias)}
         rows |= {"norm": self.norm, "gamma": self.gamma, "skip": self.skip}
-        if self.static.law is not None or self.static.dt_limit is not None:
-            assert self.g is not None
+        if self.g is not None and (self.static.law is not None or self.static.dt_limit is not None):
             zeros = lambda size: jnp.zeros(size, jnp.float32)
             rows["A_log"] = zeros(self.static.HV) if self.A_log is None else self.A_log
             rows["dt_bias"] = zeros(self.g.shape[1]) if self.dt_bias is None else self.dt_bias
