@@ -66,9 +66,6 @@ def test_plan(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "tpu")
     names = [(job.way, job.implementation) for job in report.plan(["tiny"], small=True)]
     assert names == [(way, how) for way in report.PASSES for how in ("fused", "xla")]
-    # There is no such step.
-    monkeypatch.setitem(models.MODELS, "gla", models.Layer("gla", H=1, HV=1))
-    assert {job.way for job in report.plan(["gla"], small=True)} == {"forward", "forward+backward"}
 
 
 @pytest.mark.parametrize(("options", "small"), [([], True), (["--small"], True), (["--full"], False)])

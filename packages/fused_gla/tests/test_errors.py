@@ -42,8 +42,6 @@ def test_value_error(wrong, message):
 def test_recurrent():
     with pytest.raises(ValueError, match=re.escape("`g` must have shape [B, T, HV, K]; got (2, 64, 2).")):
         recurrent_gla(**GOOD)
-    with pytest.raises(ValueError, match=re.escape("`g` must be an array [B, T, HV, K]; got NoneType.")):
-        recurrent_gla(**GOOD | dict(g=None))
     message = "`implementation` must be None or one of ('fused', 'xla') for this operator; got 'staged'."
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         recurrent_simple_gla(**GOOD, implementation="staged")

@@ -21,7 +21,6 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from chunkwise import pipeline
 from chunkwise.command import device, info, models, tables, times
 from chunkwise.shared import chips
 from chunkwise.shared.call import checks
@@ -144,8 +143,6 @@ def plan(names: list[str], small: bool) -> Iterator[Job]:
         case = smaller(models.MODELS[name]) if small else models.MODELS[name]
         chosen = checks.choose_implementation(None, case.table.implementations, on_tpu=case.table.implementations[-1])
         for way in PASSES:
-            if way == "decode" and not hasattr(pipeline, f"ragged_{case.operator}"):
-                continue
             for implementation in dict.fromkeys((chosen, "xla")):
                 yield Job(name, case, way, implementation, SMALL_DECODES if small else DECODES)
 

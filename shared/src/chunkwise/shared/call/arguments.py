@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from chunkwise.shared import compat
@@ -235,7 +236,8 @@ def warn_head_first(x: Arguments, options: Options) -> None:
 def warn_decays(x: Arguments, options: Options) -> None:
     """Warn the caller of gates above 0, as decays are where their logs belong, if their values are known."""
     read = jax.tree.leaves((x.g, x.cu_seqlens, x.segment_ids))
-    known = faults.are_known(read) and all(getattr(y, "is_fully_addressable", True) for y in read)
+    concrete = lambda y: isinstance(y, jax.Array | np.ndarray) and getattr(y, "is_fully_addressable", True)
+    known = faults.are_known(read) and all(map(concrete, read))
     if x.g is None or options.activation.law is not None or not known:
         return
     # Inside of jit, JAX would otherwise trace computations on constants, too.
