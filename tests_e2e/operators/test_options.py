@@ -71,9 +71,9 @@ def arrays_of(name: str, ring: bool) -> dict[str, Any]:
     """Return the arrays of a call of a function of the pipeline; with `ring` the pool of a serving step has rings."""
     form, operator = name.split("_", 1)
     entry = OPERATORS[f"chunk_{operator}"]
-    x = entry.source.inputs(1, T, 1, HV, 16, 16)
+    x = entry.source.inputs(1, T, 1, HV, 128, 128)
     if form == "ragged":
-        pool = pipeline.make_pool(8, HV, 16, 16, replay=8 * ring, H=1, per_channel=entry.per_channel)
+        pool = pipeline.make_pool(8, HV, 128, 128, replay=8 * ring, H=1, per_channel=entry.per_channel)
         x |= dict(
             states=pool if ring else pool.states,
             cu_seqlens=jnp.array([0, 1, T]),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,16 +96,20 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     )  # fmt: skip
 
 
-def launch(run: fused.Launch, x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-    """Run a launch on operands of `lay_out`, whose states are [N, HV, V, K], and the law as users have it.
+def launch(
+    plan: fused.Launch, x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], finish: Callable | None = None
+) -> dict[str, Any]:
+    """Run the launch of a plan on operands of `lay_out`, whose states are [N, HV, V, K], and the law as users have it.
 
-    Tiles of several heads hold their states side by side, [N, HV / m, V, m K]; a law has the lanes of tiles.
+    Tiles of several heads hold their states side by side, [N, HV / m, V, m K]; a law has the lanes of tiles. `finish`
+    completes the results.
     """
     m, keys = static.m, static.keys
     pack = lambda y: None if y is None else lanes.pack_states(y, m)
     law = None if x.law is None else keys.pad(x.law.reshape(2, -1, keys.used)).reshape(2, -1)
     x = dataclasses.replace(x, law=law, initial_state=pack(x.initial_state), dht=pack(x.dht))
-    out = run(x, static, outputs)
+    out = launcher.launch(**plan(x, static, outputs))
+    out = out if finish is None else finish(out, x, static)
     out |= {name: lanes.unpack_states(out[name], m) for name in ("ht", "dh0") if name in out}
     if "dlaw" in out:
         out["dlaw"] = keys.cut(out["dlaw"].reshape(2, -1, keys.size)).reshape(2, -1)
@@ -125,8 +130,8 @@ def launch_states(
 ) -> dict[str, Any]:
     """Run the launch that only takes states through the tokens; without M, it is a forward without an output."""
     if "M" in outputs:
-        run = lambda *args: launcher.launch(**kernel_map.plan(*args, operator))
-        return launch(run, x, dataclasses.replace(static, m=1), outputs)
+        plan = lambda *args: kernel_map.plan(*args, operator)
+        return launch(plan, x, dataclasses.replace(static, m=1), outputs)
     if x.initial_state is not None and x.initial_state.shape[2] > static.V:  # channels without values
         static = dataclasses.replace(static, m=1)
     return forward(x, static, outputs)
@@ -134,15 +139,14 @@ def launch_states(
 
 def kernels(operator: str) -> fused.Kernels:
     """Return the kernels of an operator, which have its name."""
-    forward = functools.partial(launch, fused.by_chunks(kernel_chunks, kernel, operator=operator))
-    backward = fused.by_chunks(kernel_bwd_chunks, kernel_bwd, operator=operator)
-    finished = lambda x, static, outputs: kernel_bwd.finish(backward(x, static, outputs), x, static)
+    forward = functools.partial(launch, fused.plan_by_chunks(kernel_chunks, kernel, operator=operator))
+    backward = fused.plan_by_chunks(kernel_bwd_chunks, kernel_bwd, operator=operator)
     return fused.Kernels(
         config_for,
         static_for,
         lay_out,
         forward,
-        functools.partial(launch, finished),
+        functools.partial(launch, backward, finish=kernel_bwd.finish),
         functools.partial(launch_states, forward, operator),
         residuals=("h", "v_new_over_beta", "A_inv", "scores"),
         precomputed=("A_inv", "scores"),

@@ -143,10 +143,11 @@ def _mix(
     operators = _OPERATORS
     if config.disable_recompute:
         operators = operators._replace(chunk=functools.partial(operators.chunk, disable_recompute=True))
-    y, cache = mixing.delta_rule(
-        run, config, operators, projected, w.conv, a, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
-        activation=config.activation, eps=config.eps, allow_neg_eigval=config.allow_neg_eigval,
-    )  # fmt: skip
+    mixer = mixing.delta_rule(
+        operators, activation=config.activation, eps=config.eps, allow_neg_eigval=config.allow_neg_eigval
+    )
+    arrays = projected, w.conv, a, b, z, w.norm, w.A_log, w.dt_bias
+    y, cache = mixing.way(run, mixer, x)(run, config, arrays)
     return running.project_out(y, w.out, x), cache
 
 

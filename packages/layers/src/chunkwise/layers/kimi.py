@@ -146,10 +146,11 @@ def _mix(
     projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
     z = running.with_bias(z, w.z_bias)
-    y, cache = mixing.delta_rule(
-        run, config, _OPERATORS, projected, w.conv, f, b, z, w.norm, A_log=w.A_log, dt_bias=w.dt_bias,
-        activation="sigmoid", eps=config.eps, lower_bound=config.lower_bound, allow_neg_eigval=config.allow_neg_eigval,
+    mixer = mixing.delta_rule(
+        _OPERATORS, activation="sigmoid", eps=config.eps, lower_bound=config.lower_bound,
+        allow_neg_eigval=config.allow_neg_eigval,
     )  # fmt: skip
+    y, cache = mixing.way(run, mixer, x)(run, config, (projected, w.conv, f, b, z, w.norm, w.A_log, w.dt_bias))
     return running.project_out(y, w.out, x), cache
 
 

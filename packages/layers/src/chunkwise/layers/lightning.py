@@ -145,7 +145,7 @@ def _mix(
     # A norm over heads of several devices comes after all that each of them does alone.
     alone = not norm.is_local(run, projected[2], config, config.groups)
     inside = ((), ()) if alone else (z, w.norm)
-    y, cache = mixing.mix(run, config, _MIXER, (projected, gamma, *inside))
+    y, cache = mixing.way(run, _MIXER, x)(run, config, (projected, gamma, *inside))
     return running.project_out(_finish(run, config, y, z, w.norm) if alone else y, w.out, x), cache
 
 

@@ -140,7 +140,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     inside = ((), ()) if alone else (z, w.norm)
     bias = w.bias or ((), (), ())
     arrays = tuple(projected), w.conv, bias, dt, w.A_log, w.dt_bias, w.skip, *inside
-    y, cache = mixing.mix(run, config, _MIXER, arrays)
+    y, cache = mixing.way(run, _MIXER, x)(run, config, arrays)
     if alone:
         y = _finish(run, config, y, z, w.norm)
     y = running.project_out(y, w.out, x)

@@ -81,18 +81,23 @@ class Kernels(NamedTuple):
     for_states: Callable[[Arguments, Options], Options] = lambda x, options: options
 
 
-def by_chunks(several: ModuleType, one: ModuleType, **options: str) -> Launch:
-    """Return the launch by `several`, with several chunks a grid step, where it takes the operands, else by `one`.
+def plan_by_chunks(several: ModuleType, one: ModuleType, **options: str) -> Launch:
+    """Return the plan of `several`, with several chunks a grid step, where it takes the operands, else that of `one`.
 
     Args:
       several: a module with `takes`, and with `plan`, which returns the arguments of `launcher.launch`.
       one: a module with `plan`.
       **options: further arguments of both plans.
     """
+    return lambda x, static, outputs: (several if several.takes(x, static) else one).plan(x, static, outputs, **options)
+
+
+def by_chunks(several: ModuleType, one: ModuleType) -> Launch:
+    """Return the launch of `plan_by_chunks`."""
+    plan = plan_by_chunks(several, one)
 
     def launch(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-        module = several if several.takes(x, static) else one
-        return launcher.launch(**module.plan(x, static, outputs, **options))
+        return launcher.launch(**plan(x, static, outputs))
 
     return launch
 

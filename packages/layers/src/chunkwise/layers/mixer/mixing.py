@@ -55,42 +55,39 @@ class Mixer(NamedTuple):
 PROJECTED, OF_CHANNELS = ("bth", "bth", "btn"), ("h", "h", "n")
 
 
-def mix(run: running.Run, config: config.LayerConfig, mixer: Mixer, arrays: Arrays) -> running.Mixed:
-    """Return the output of a layer before its last projection [B, T, HV, V], and the cache after its tokens."""
+def way(run: running.Run, mixer: Mixer, x: jax.Array) -> Callable[..., running.Mixed]:
+    """Return how a run mixes tokens x [B, T, channels]: a function of the run, the config and the arrays of a mixer.
+
+    It returns the output of a layer before its last projection [B, T, HV, V], and the cache after its tokens.
+    """
     if isinstance(run, running.Serving):
-        return _over_step(run, config, mixer, arrays)
-    if run.continues_by_one(arrays[0][0]):
-        return _over_token(run, config, mixer, arrays)
-    return mixer.one_after_the_other(run, config, arrays)
+        return functools.partial(_over_step, mixer)
+    return functools.partial(_over_token, mixer) if run.continues_by_one(x) else mixer.one_after_the_other
 
 
-def delta_rule(
-    run: running.Run, config: config.LayerConfig, operators: running.Operators, projected, conv, g, beta, z, weight,
-    *, A_log, dt_bias, activation: str, eps: float, **gates: Any,
-) -> running.Mixed:  # fmt: skip
-    """Return the normed output of a delta rule [B, T, HV, V], and the cache after its tokens.
+def delta_rule(operators: running.Operators, *, activation: str, eps: float, **gates: Any) -> Mixer:
+    """Return the mixer of a delta rule with a norm.
+
+    Its arrays are queries, keys and values before the convolution; the weights of the convolutions; raw gates [B, T,
+    HV] or [B, T, HV K], raw step sizes, and gates of the output [B, T, HV V]; the weight of the norm; and A_log and
+    dt_bias, the arguments of the gates' law.
 
     Args:
-      run: says over which tokens to run.
-      config: sizes of the layer.
       operators: the rule in its three forms.
-      projected: queries, keys and values before the convolution, [B, T, channels].
-      conv: the weights of the convolutions.
-      g, beta, z: raw gates [B, T, HV] or [B, T, HV K], raw step sizes, and gates of the output [B, T, HV V].
-      weight: the weight of the norm.
-      A_log, dt_bias: the arguments of the gates' law.
       activation, eps: the arguments of the norm.
       **gates: further arguments of the operator about its gates.
     """
 
     def one_after_the_other(run, config, arrays):
         projected, conv, g, beta, z, weight, A_log, dt_bias = arrays
-        (q, k, v), kept = running.convolve_heads(run, config.heads, projected, conv)
+        pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, config.heads))
+        q, k, v = (running.by_head(y, count) for (y, _), count in zip(pairs, config.heads, strict=True))
         o, state = run.operate(
             operators, q, k, v, running.by_head(g, config.HV) if config.per_channel else g, beta,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
             use_beta_sigmoid_in_kernel=True, **gates,
         )  # fmt: skip
+        kept = tuple(after for _, after in pairs)
         return norm.norm_heads(run, o, z, weight, activation=activation, eps=eps), caches.Cache(kept, state)
 
     def decodes(config, arrays):
@@ -101,8 +98,7 @@ def delta_rule(
         tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
         return Decodes(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)
 
-    mixer = Mixer(one_after_the_other, decodes, (PROJECTED, OF_CHANNELS, "btn", "btn", "btn", "", "n", "n"))
-    return mix(run, config, mixer, (projected, conv, g, beta, z, weight, A_log, dt_bias))
+    return Mixer(one_after_the_other, decodes, (PROJECTED, OF_CHANNELS, "btn", "btn", "btn", "", "n", "n"))
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -110,14 +106,14 @@ def rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[2])
 
 
-def _over_step(run: running.Serving, config: config.LayerConfig, mixer: Mixer, arrays: Arrays) -> running.Mixed:
-    """Do the same as `mix` for a serving step."""
+def _over_step(mixer: Mixer, run: running.Serving, config: config.LayerConfig, arrays: Arrays) -> running.Mixed:
+    """Mix the tokens of a serving step."""
     if (division := _find_division(run, config, arrays)) is not None:
         named = {name: checks.as_int32(y) for name, y in run.slots.items() if hasattr(y, "shape")}
         tree = run.pool, named, arrays
         if not _divides(division, run, config, mixer, tree):
             return mixer.one_after_the_other(run, config, arrays)
-        return _on_devices(_over_step, division, run, config, mixer, tree)
+        return _on_devices(functools.partial(_over_step, mixer), division, run, config, mixer, tree)
     x, pool = mixer.decodes(config, arrays), state_pool.as_pool(run.pool.state)
     x = x._replace(static=x.static._replace(W=run.decode_tokens or 1))
     slots = Slots(**{name: run.slots[name] for name in Slots._fields if name != "block_state_indices"})
@@ -132,8 +128,8 @@ def _over_step(run: running.Serving, config: config.LayerConfig, mixer: Mixer, a
     return o.reshape(1, -1, config.HV, config.V), caches.Cache(conv, state)
 
 
-def _over_token(run: running.Sequences, config: config.LayerConfig, mixer: Mixer, arrays: Arrays) -> running.Mixed:
-    """Do the same as `mix` for one token of each row, which follows a cache."""
+def _over_token(mixer: Mixer, run: running.Sequences, config: config.LayerConfig, arrays: Arrays) -> running.Mixed:
+    """Mix one token of each row, which follows a cache."""
     cache = run.cache
     # Only with a cache there is a token before.
     assert cache is not None
@@ -153,7 +149,8 @@ def _over_token(run: running.Sequences, config: config.LayerConfig, mixer: Mixer
         one_launch = choose.by_kernel(run.implementation, x, StatePool(cache.state), slots, conv=cache.conv)
     else:
         one_launch = _divides(division, run, config, mixer, tree)
-        together = functools.partial(_on_devices, _over_token, division, run, config, mixer)
+        over_token = functools.partial(_over_token, mixer)
+        together = functools.partial(_on_devices, over_token, division, run, config, mixer)
         together = lambda *tree, together=together: together(tree)
     if not one_launch:
         return others(*tree)
@@ -213,7 +210,7 @@ def _on_devices(
         changed: dict[str, Any] = {run.own_cache[0]: cache}
         if isinstance(run, running.Serving):
             changed["step"] = run.step._replace(**step)
-        return mix_here(dataclasses.replace(run, sharding=None, **changed), config, mixer, arrays)
+        return mix_here(dataclasses.replace(run, sharding=None, **changed), config, arrays)
 
     letters = _letters(config, mixer)
     return partition.on_devices(on_device, division, tree, letters, ("btn", letters[0]))
