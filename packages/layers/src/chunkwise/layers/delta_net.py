@@ -138,7 +138,7 @@ def _mix(
     Cost: 2 B T D (2 H K + 3 HV V + 2 HV) flops for the projections, and the cost of the operator.
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), as in Qwen3-Next.
     """
-    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
+    projected = tuple(running.project(x, weight) for weight in (w.q, w.k, w.v))
     z, a, b = (running.project(x, weight) for weight in (w.z, w.a, w.b))
     operators = _OPERATORS
     if config.disable_recompute:

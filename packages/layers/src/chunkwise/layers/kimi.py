@@ -143,7 +143,7 @@ def _mix(
     Cost: 2 B T D (2 H K + 2 HV V + HV) flops for the projections, with more for factors, and the cost of the operator.
     Source: Kimi Team, Kimi Linear (2025); Ling 3.0 has the second formula for g.
     """
-    projected = [running.project(x, weight) for weight in (w.q, w.k, w.v)]
+    projected = tuple(running.project(x, weight) for weight in (w.q, w.k, w.v))
     f, z, b = (running.project(x, *factors) for factors in (w.f, w.z, (w.b,)))
     z = running.with_bias(z, w.z_bias)
     mixer = mixing.delta_rule(
