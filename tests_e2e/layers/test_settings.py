@@ -114,7 +114,7 @@ def test_every_setting(name):
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "packages/layers/tests/published.json").read_text())
 # What transformers has no class for, or cannot read: a first version, and kernels of a package that is not here.
-ELSEWHERE = ("Kimi-K3", "MiniMax-Text-01", "Zamba2-7B, at first", "xLSTM-7B")
+ELSEWHERE = ("Kimi-K3", "MiniCPM-SALA", "MiniMax-Text-01", "Ring-mini-linear-2.0", "Zamba2-7B, at first", "xLSTM-7B")
 
 
 def configuration(ours, **settings):
