@@ -1,12 +1,17 @@
-"""The contract: signatures and documentation; `operator` has the functions that they call."""
+"""The contract: signatures and documentation; `operator` has the functions that they call.
+
+The functions have no body: `signature` hands their arguments to the method that stands above each of them. `options`
+are keyword arguments of the function over whole sequences, and others that `forms` names.
+"""
 
 import math
+from typing import Unpack
 
 import jax
 
 from chunkwise.fused_gla.config import Config
 from chunkwise.mamba2 import operator
-from chunkwise.shared.call import signature
+from chunkwise.shared.call import forms, signature
 from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
@@ -71,39 +76,11 @@ def chunk_mamba2(
 
 @signature.by_name(operator.recurrent, "recurrent", chunk_mamba2)
 def recurrent_mamba2(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    *,
-    z: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
-    has_initial_state: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None = None, *,
+    z: jax.Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Mamba-2 token by token, the decode path: one new token or a few for every sequence, in one launch.
-
-    Args:
-      x: values [B, T, HV, V]; every tensor is float32, bfloat16 or float16, in any mixture.
-      dt: step sizes [B, T, HV], at least 0 once the bias and the softplus are applied.
-      A: decay rates [HV], at most 0.
-      B: keys [B, T, H, K].
-      C: queries [B, T, H, K].
-      D: the skip [HV] or [HV, V]; None for no skip.
-      z: gates of the output [B, T, HV, V]; None for no gate.
-      dt_bias: [HV], is added to dt; None for zeros.
-      dt_softplus: replace dt by its softplus after the bias; static.
-      dt_limit: the least and the most step size, two numbers; static.
 
     Accuracy: 1e-6 relative to float64 for float32 inputs; the arithmetic is float32, and dt x has the type of x.
     Cost: 5 B T HV K V flops; every state is read and written once.
@@ -114,44 +91,9 @@ def recurrent_mamba2(
 
 @signature.by_name(operator.ragged, "ragged", chunk_mamba2)
 def ragged_mamba2(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    states: Pool,
-    cu_seqlens: jax.Array,
-    state_indices: jax.Array,
-    *,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    has_initial_state: jax.Array | None = None,
-    num_decodes: int | jax.Array = 0,
-    num_sequences: int | jax.Array | None = None,
-    read_indices: jax.Array | None = None,
-    num_accepted_tokens: jax.Array | None = None,
-    decode_tokens: int | None = None,
-    block_state_indices: jax.Array | None = None,
-    block_size: int | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-) -> tuple[jax.Array, Pool]:
-    """Mamba-2 as one serving step: decodes, speculation and prefills over one pool of states.
-
-    Args:
-      x: values [B, T, HV, V]; every tensor is float32, bfloat16 or float16, in any mixture.
-      dt: step sizes [B, T, HV], at least 0 once the bias and the softplus are applied.
-      A: decay rates [HV], at most 0.
-      B: keys [B, T, H, K].
-      C: queries [B, T, H, K].
-      D: the skip [HV] or [HV, V]; None for no skip.
-      z: gates of the output [B, T, HV, V]; None for no gate.
-      dt_bias: [HV], is added to dt; None for zeros.
-      dt_softplus: replace dt by its softplus after the bias; static.
-      dt_limit: the least and the most step size, two numbers; static.
-    """
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, states: Pool, cu_seqlens: jax.Array,
+    state_indices: jax.Array, *, D: jax.Array | None = None, z: jax.Array | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), **options: Unpack[forms.Ragged],
+) -> tuple[jax.Array, Pool]:  # fmt: skip
+    """Mamba-2 as one serving step: decodes, speculation and prefills over one pool of states."""
     ...

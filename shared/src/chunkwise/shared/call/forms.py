@@ -53,6 +53,8 @@ class Ragged(_OfAllForms, total=False):
     chunk_size: int | None
 
 
+# The arguments of forms that the form over whole sequences has, too, unless the operator has no use for them.
+_OF_WHOLE = frozenset({"cu_seqlens", "context_axis", "scale", "chunk_size"})
 # The default of an argument that the form over whole sequences does not have is None, but for these.
 _DEFAULTS = {"num_decodes": 0}
 
@@ -61,7 +63,7 @@ def with_options(function: Callable, whole: Callable | None) -> inspect.Signatur
     """Return the signature of a function with the names of its `**options` in their place.
 
     These are the names of the TypedDict of `options` that `whole`, the form over whole sequences, has too or that no
-    operator's has. A function without `**options` keeps its signature.
+    such form has. A function without `**options` keeps its signature.
     """
     own = inspect.signature(function)
     *parameters, last = own.parameters.values()
@@ -69,7 +71,8 @@ def with_options(function: Callable, whole: Callable | None) -> inspect.Signatur
         return own
     (form,) = typing.get_args(last.annotation)
     known: dict[str, Any] = {} if whole is None else {**inspect.signature(whole).parameters}
-    names = [name for name in form.__annotations__ if name not in _OfAllForms.__annotations__]
+    of_form = [name for name in form.__annotations__ if name not in _OfAllForms.__annotations__]
+    names = [name for name in of_form if name in known or name not in _OF_WHOLE]
     names += [name for name in known if name in _OfAllForms.__annotations__]
     parameters += [
         inspect.Parameter(
