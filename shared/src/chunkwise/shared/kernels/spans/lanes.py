@@ -37,9 +37,7 @@ class Lanes(NamedTuple):
 
     def pad(self, x: jax.Array) -> jax.Array:
         """Return x [..., used] with zeros behind, [..., size]."""
-        missing = self.size - x.shape[-1]
-        zeros = jnp.zeros((*x.shape[:-1], missing), x.dtype)
-        return jnp.concatenate([x, zeros], axis=-1) if missing else x
+        return packed.whole(x, x.ndim - 1)
 
     def cut(self, x: jax.Array) -> jax.Array:
         """Return x [..., size] without the zeros behind its heads, [..., used]."""
@@ -96,10 +94,7 @@ class Lanes(NamedTuple):
 
         Of several heads the states are block-diagonal: V rows of each, and zeros in the lanes of others.
         """
-        S = self.below(self.pad(S))
-        missing = rows - S.shape[1]
-        zeros = jnp.zeros((S.shape[0], missing, S.shape[2]), S.dtype)
-        return packed.concat_rows([S, zeros]) if missing else S
+        return packed.whole(self.below(self.pad(S)), 1, rows)
 
     def close_state(self, S: jax.Array, V: int) -> jax.Array:
         """Return states [tiles, rows, size] as they are kept, [tiles, V, used]: the inverse of `open_state`."""

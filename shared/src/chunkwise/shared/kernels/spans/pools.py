@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels import chunking, packed
 
 
 class Routes(NamedTuple):
@@ -144,10 +144,7 @@ def _heads(tile, m: int) -> list:
 
 def _below(states: list[jax.Array], rows: int) -> jax.Array:
     """Return states below one another, with zeros between them where one has fewer rows than `rows`."""
-    if len(states) == 1:
-        return states[0]
-    pad = lambda x: jnp.concatenate([x, jnp.zeros((rows - x.shape[0], x.shape[1]), x.dtype)])
-    return jnp.concatenate([x if x.shape[0] == rows else pad(x) for x in states])
+    return jnp.concatenate([packed.whole(x, 0, rows) for x in states]) if len(states) > 1 else states[0]
 
 
 def _each_head(heads: int, run) -> None:
