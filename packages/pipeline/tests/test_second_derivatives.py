@@ -90,7 +90,7 @@ def test_hessian_of_a_composition(name, packed):
     operator, cu_seqlens, N = COMPOSED[name], *((LENGTHS, 3) if packed else (None, 1))
     x = operator.source.inputs(1, 40, 1, 2, 8, 8, num_states=N)
     rng = np.random.default_rng(1)
-    do, dht = rng.standard_normal(x["v"][:, :40].shape), rng.standard_normal((N, 2, 8, 8))
+    do, dht = rng.standard_normal(x[operator.source.values][:, :40].shape), rng.standard_normal((N, 2, 8, 8))
     # A state of mLSTM depends on its stabiliser, which counts as a number; the outputs do not.
     dht, options = None if isinstance(x["initial_state"], tuple) else dht, operator.static | dict(cu_seqlens=cu_seqlens)
 

@@ -18,6 +18,7 @@ from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recu
 from chunkwise.fused_gla.config import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.config import cost as kda_cost
+from chunkwise.mamba2 import chunk_mamba2, recurrent_mamba2
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
 from chunkwise.shared.testing import compare, definitions, inputs, oracle
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
@@ -34,6 +35,7 @@ class Source(NamedTuple):
       gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
       smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
         where all have one.
+      values: the name of the input that is as large as the output.
     """
 
     inputs: Callable[..., dict[str, Any]]
@@ -41,6 +43,7 @@ class Source(NamedTuple):
     static: tuple[tuple[str, Any], ...] = ()
     gradients: tuple[tuple[str, float], ...] = ()
     smooth: Callable[..., np.ndarray] | None = None
+    values: str = "v"
 
     def tolerance(self, name: str, dtype: str) -> float:
         """Return the tolerance of a result or, named with a leading d, a gradient."""
@@ -155,6 +158,12 @@ _PRODUCT = Source(
     (("num_householder", 2),),
 )
 _DPLR = Source(inputs.make_dplr_inputs, functools.partial(definitions.reference, definitions.DPLR_DELTA_RULE))
+_MAMBA2 = Source(
+    inputs.make_mamba2_inputs,
+    functools.partial(definitions.reference, definitions.MAMBA2),
+    (("dt_softplus", True),),
+    values="x",
+)
 _MLSTM = Source(
     _mlstm_inputs,
     functools.partial(definitions.reference, definitions.MLSTM),
@@ -167,9 +176,11 @@ COMPOSED = {
     for operator in (
         Entry(recurrent_gated_delta_product, True, "head", _RECURRENT, composition=_PRODUCT),
         Entry(recurrent_dplr_delta_rule, True, "channel", _RECURRENT, composition=_DPLR),
+        Entry(recurrent_mamba2, False, "head", _RECURRENT, composition=_MAMBA2),
         Entry(recurrent_mlstm, False, "head", _RECURRENT, composition=_MLSTM),
         Entry(chunk_gated_delta_product, True, "head", _CHUNK, _of_tokens(gdn_cost, 2), composition=_PRODUCT),
         Entry(chunk_dplr_delta_rule, True, "channel", _CHUNK, _of_tokens(kda_cost, 2), composition=_DPLR),
+        Entry(chunk_mamba2, False, "head", _RECURRENT, gla_cost, composition=_MAMBA2),
         Entry(chunk_mlstm, False, "head", _RECURRENT, gla_cost, composition=_MLSTM),
     )
 }
