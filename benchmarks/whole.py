@@ -76,7 +76,5 @@ WHOLE = {
     ),
     "mixer-nemotron-h": Whole(_MAMBA, H=8, HV=128, V=64, layer="mamba2"),
     "mixer-granite-4": Whole(_MAMBA, H=1, HV=128, V=64, layer="mamba2"),
-    "mixer-rwkv7": Whole(
-        "dplr_delta_rule", H=64, HV=64, K=64, V=64, layer="rwkv7", options=_RANKS
-    ),
+    "mixer-rwkv7": Whole("dplr_delta_rule", H=64, HV=64, K=64, V=64, layer="rwkv7", options=_RANKS),
 }

@@ -29,7 +29,7 @@ KINDS = {
     x.chunk.__name__: Kind(x.chunk, x.recurrent, None, x.definition, x.inputs, ("g_atk", "beta_atk"), scale=x.scale)
     for x in RECIPES
 }
-# A pack with states goes through the most code; erase keys that read after a decay by heads are a branch of the kernels.
+# A pack with states goes through the most code; erase keys that read after decays by head are a branch of the kernels.
 QUICK = {(name, "chunk", "sequences", "xla") for name in KINDS if name != "chunk_precond_kda"}
 QUICK |= {("chunk_precond_gated_delta_rule", "chunk", "rows", "fused")}
 THOROUGH = dict(
@@ -123,7 +123,8 @@ def wrong(x, name, y, message):
     [
         wrong(hgrn2.RECIPE, "g", spec(1, 4, 2), "`g` must have shape [B, T, H, K]; got (1, 4, 2)."),
         wrong(rwkv6.RECIPE, "u", spec(2, 4), "`u` must have shape [H, K] = (2, 8); got (2, 4)."),
-        wrong(rwkv6.RECIPE, "cu_seqlens", np.array([0, 5]), "`cu_seqlens` must rise from 0 to at most T = 4; got [0, 5]."),
+        wrong(rwkv6.RECIPE, "cu_seqlens", np.array([0, 5]),
+              "`cu_seqlens` must rise from 0 to at most T = 4; got [0, 5]."),
         wrong(mamba3.RECIPE, "angles", spec(1, 4, 2, 5), "`angles` must have at most K / 2 channels; got 5 for K = 8."),
         wrong(mamba3.RECIPE, "initial_state", spec(1, 2, 8, 8),
               "`initial_state` must be None or a tuple Mamba3State (S, angle, k, v); got"),

@@ -23,6 +23,7 @@ from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recu
 from chunkwise.fused_gla.config import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.config import cost as kda_cost
+from chunkwise.mamba2 import chunk_mamba2, recurrent_mamba2
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
 from chunkwise.recipes import hgrn2, mamba3, preconditioned, rwkv6
 from chunkwise.shared.testing import compare, definitions, inputs, oracle
@@ -79,7 +80,9 @@ class Entry:
     @property
     def source(self) -> Source:
         """Its inputs and its exact results."""
-        return _recurrence(self.delta, self.gates, self.erase) if self.composition is None else _source(self.composition)
+        return (
+            _recurrence(self.delta, self.gates, self.erase) if self.composition is None else _source(self.composition)
+        )
 
     @property
     def static(self) -> Mapping[str, Any]:
@@ -169,6 +172,10 @@ COMPOSITIONS = (
     Composition(
         chunk_dplr_delta_rule, recurrent_dplr_delta_rule, "kda", definitions.DPLR_DELTA_RULE, inputs.make_dplr_inputs,
         tokens=2,
+    ),
+    Composition(
+        chunk_mamba2, recurrent_mamba2, "simple_gla", definitions.MAMBA2, inputs.make_mamba2_inputs,
+        static=(("dt_softplus", True),), implementations=_FUSED,
     ),
     Composition(
         chunk_mlstm, recurrent_mlstm, "simple_gla", definitions.MLSTM, _mlstm_inputs, implementations=_FUSED,
