@@ -185,7 +185,7 @@ def hand_on(refs: GdnRefs, k) -> None:
 
 def apply_inverse(refs: GdnRefs, A_inv, valid, part: tile.Heads) -> None:
     """Compute and store what takes the state of some heads through the chunk inverted, and store their A_inv."""
-    refs.A_inv[part.packs_at] = A_inv = A_inv[part.packs_at]  # [n, C, p C]
+    refs.A_inv_out[part.packs_at] = A_inv = A_inv[part.packs_at]  # [n, C, p C]
     refs.last_prev[part.packs_at] = refs.last[part.packs_at]
     dtype, A_inv = refs.k.dtype, refs.end[part.packs_at] * A_inv
     v = layout.load_heads(refs.v, part.V, part.values_at, valid)  # [heads, C, V]
