@@ -30,14 +30,15 @@ OPERATORS = {
     "gla": (gla_operator.GLA, fused_gla.Config(1, 1, 2)),
     "simple_gla": (gla_operator.SIMPLE_GLA, fused_gla.Config(1, 1, 2)),
 }
-K = 12
+# A block of one head is whole registers.
+K = 128
 BATCHES = {
-    "rows": ({}, (2, 50), 20),
+    "rows": ({}, (2, 50), 128),
     # Two chunks a grid step, of which the last step has one.
-    "chunks": ({}, (1, 137), 20),
-    "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 20),
-    "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 20),
-    "eight chunks": ({}, (2, 128), 20),
+    "chunks": ({}, (1, 137), 128),
+    "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 128),
+    "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 128),
+    "eight chunks": ({}, (2, 128), 128),
     "eight large chunks": ({}, (1, 512), 120),
     # The identity does not fit beside the states, and takes a launch of its own.
     "wide": ({}, (1, 20), 250),
