@@ -10,7 +10,7 @@ import pytest
 
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import tpu
-from tests import selection
+from tests import selection, shown
 
 tpu.setup()
 # Programs are small: to cut one into parts that are compiled side by side costs more than it saves.
@@ -31,7 +31,13 @@ ON_OTHER_KERNELS, THEIR_PACKAGE = ("gdn2", "comba"), "two_keys"
 
 def pytest_addoption(parser):
     parser.addoption("--simulator", action="append", default=[], metavar="NAME=VALUE", help="of the simulated TPU")
+    parser.addoption("--shows", type=Path, metavar="FILE", help="docs/data/models.json: add what tests show of models")
     parser.addoption("--gpu-forms", action="store_true", help='take the forms for GPUs of "xla" on every platform')
+
+
+def pytest_configure(config):
+    if path := config.getoption("--shows"):
+        config.pluginmanager.register(shown.Collector(path))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,7 +46,7 @@ def _take_gpu_forms(request):
         yield
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark thorough cases: by the table THOROUGH of a file, and for all files by TPU generation and `Case.repeats`."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -50,6 +56,10 @@ def pytest_collection_modifyitems(items):
         repeats |= any(name in named for name in ON_OTHER_KERNELS) and THEIR_PACKAGE not in item.path.parts
         if repeats or other_chip or selection.is_thorough(item.cls or item.module, item.originalname, parameters):
             item.add_marker(pytest.mark.thorough)
+        if config.getoption("--shows") and not item.cls:
+            under = shown.versions(item.get_closest_marker("torch") is not None)
+            shows = shown.of_case(item.module, item.originalname, parameters)
+            item.user_properties += [("shows", (*each, under)) for each in shows]
 
 
 @pytest.fixture(autouse=True, scope="module")

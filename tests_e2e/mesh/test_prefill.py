@@ -83,7 +83,7 @@ def test_operators(name, replay):
 
 @pytest.mark.parametrize("axes", [dict(tokens="a", heads="b"), dict(tokens=("a", "b"))], ids=str)
 def test_layers(axes):
-    """Tokens over an axis beside that of heads, and over the axis of heads itself: the likeliest tokens are the same."""
+    """Tokens over an axis beside that of heads, and over the axes of heads: the likeliest tokens are the same."""
     config = layers.GatedDeltaNetConfig(D=16, H=2, HV=4, K=8, V=8)
     weights = layers.init_gated_delta_net(jax.random.key(0), config)
     text = jax.random.normal(jax.random.key(1), (1, TOKENS, config.D))

@@ -69,7 +69,7 @@ class Engine:
         schedule = dict(
             cu_seqlens=int32(*np.cumsum([0, *(length for _, length, *_ in rows)])),
             state_indices=int32(*slots)[:, 0] if self.replay else int32(*slots),
-            has_initial_state=np.array([has for *_, has in rows]), read_indices=int32(*(read for _, _, read, _ in rows)),
+            has_initial_state=np.array([has for *_, has in rows]), read_indices=int32(*(x[2] for x in rows)),
             num_accepted_tokens=int32(*(self.kept[r] for r, *_ in rows)),
             num_decodes=np.int32(len(decodes)), num_sequences=np.int32(2),
             block_state_indices=int32(*([block] if length == BLOCK else [-1] for _, length, *_ in rows)),
