@@ -17,6 +17,7 @@ from chunkwise.layers import (
     save_checkpoint,
 )
 from tests.hostile_settings import assert_sound
+from tests.shown import Shown
 
 PRODUCT = dict(
     model_type="gated_deltaproduct", attn_mode="chunk", hidden_size=64, num_heads=2, head_dim=16, expand_v=1.5,
@@ -60,6 +61,16 @@ MAMBA2 = dict(
 )  # fmt: skip
 RANKS = dict(R_decay=96, R_rate=64, R_gate=128)
 LATER = Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS, R_first=32)
+SHOWS = dict(
+    test_gated_delta_product=[Shown("gated_delta_product", "config", "gated_deltaproduct")],
+    test_layers_with_delta_rules=[
+        Shown("gated_delta_net", "config", "gated_deltanet"), Shown("kimi_delta_attention", "config", "kda"),
+        Shown("gated_delta_product", "config", "delta_net"),
+    ],
+    test_gated_linear_attention=[Shown("gated_linear_attention", "config", "gla")],
+    test_rwkv7=[Shown("rwkv7_attention", "config", "rwkv7")],
+    test_released_files=[Shown("rwkv7_attention", "config", "rwkv_x070")],
+)  # fmt: skip
 
 
 def test_gated_delta_product():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
+from tests.shown import Shown
 
 D = 24
 GDN, KIMI = layers.GatedDeltaNetConfig(D, 2, 4, 8, 16), layers.KimiDeltaAttentionConfig
@@ -53,6 +54,7 @@ LAYERS = {
     },
 }  # fmt: skip
 CASES = [(name, model) for name, models in LAYERS.items() for model in models]
+SHOWS = dict(test_to_the_bit=lambda name, model: Shown(name, "load save", model and model.removesuffix("_text")))
 QWEN = "model.layers.0.linear_attn."
 
 

@@ -50,7 +50,7 @@ def test_activations_and_gradients_are_those_of_the_definition(activation, norm_
     if not norm_before_gate:  # as in Mamba-2, every head has weights of its own
         x["weight"] = x["z"][0]
     options = dict(activation=activation, norm_before_gate=norm_before_gate)
-    y = rms_norm_gated(**x, **options, implementation=implementation)
+    y = rms_norm_gated(**x, **options, implementation=implementation, in_place=not norm_before_gate)
     assert_close("y", y, definition(x, **options), TOLERANCE["float32"])
     dy = np.random.default_rng(1).standard_normal(shape)
     _, pull = jax.vjp(lambda x: rms_norm_gated(**x, **options, implementation=implementation), x)

@@ -29,6 +29,7 @@ def rms_norm_gated(
     implementation: str | None = None,
     sharding: checks.Sharding | None = None,
     config: tiles.Config | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
     """Return the RMSNorm of x over its last axis, times a gate.
 
@@ -59,6 +60,8 @@ def rms_norm_gated(
         static. With explicit axes the type of x says how. All dimensions but the last may be split; every device
         computes its part, and only the gradient of weight is a sum over devices.
       config: tile sizes of the kernels, for which "xla" is a NotImplementedError; None for the best.
+      in_place: whether the kernel may write y into the memory of x where it has no gradient; static. XLA copies an x
+        that is read again.
 
     Returns:
       y [..., D] in the type of x. x, z and weight have gradients under both implementations, over a mesh in reverse
@@ -93,7 +96,7 @@ def _check(arrays: partition.Arrays, options: PartOptions) -> tuple[partition.Ar
     dims = "H D" if _by_group(x, arrays["weight"]) else "D"
     checks.check_array("weight", arrays["weight"], dims, shape[-len(dims.split()) :])
     checks.check_activation(options.activation)
-    checks.check_flags(norm_before_gate=options.norm_before_gate)
+    checks.check_flags(norm_before_gate=options.norm_before_gate, in_place=options.in_place)
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
     checks.check(
         number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
@@ -139,4 +142,4 @@ def _run(arrays: partition.Arrays, options: PartOptions) -> Results:
     lanes = lanes.reshape(1, -1) if lanes.ndim == 2 else jnp.tile(lanes, groups)[None]  # [1, groups D]
     rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
     rows, gates, lanes = derivatives.of_kernel("rms_norm_gated", (rows, gates, lanes))
-    return vjp.norm(rows, gates, lanes, s, config).reshape(x.shape), None
+    return vjp.norm(rows, gates, lanes, s, config, bool(options.in_place)).reshape(x.shape), None

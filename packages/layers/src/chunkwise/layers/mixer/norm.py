@@ -40,7 +40,7 @@ def norm_groups(
     if groups % division.devices_of_heads(run.sharding, o):
         return _norm_over_devices(o, z, weight, groups, **options)
     flat = o.reshape(z.shape)
-    options |= dict(implementation=running.AROUND[run.implementation])
+    options |= dict(implementation=running.AROUND[run.implementation], in_place=True)
     if groups == 1:
         y = rms_norm_gated(flat, z, weight, **options, sharding=division.split_heads(run.sharding, 1))
         return y.reshape(o.shape)
