@@ -320,7 +320,7 @@ class GatedLinearAttentionConfig(LayerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CombaConfig(LayerConfig):
-    """The sizes of `comba`.
+    """The sizes of `comba_layer`.
 
     Attributes:
       output_gate: whether the norm has a gate.

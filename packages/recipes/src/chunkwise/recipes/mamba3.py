@@ -34,7 +34,7 @@ class Mamba3State(NamedTuple):
 
 
 def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    by_head = dict.fromkeys(("g", "dt", "trap"), "B T H")
+    by_head: Any = dict.fromkeys(("g", "dt", "trap"), "B T H")
     sizes = shapes.check_arrays(named, q="B T H K", k="B T H K", v="B T H V", **by_head, angles="B T H R")
     R, K = sizes["R"], sizes["K"]
     checks.check(2 * R <= K, f"`angles` must have at most K / 2 channels; got {R} for K = {K}.")
@@ -57,7 +57,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     o = (o.astype(jnp.float32) - scale * missing).astype(dtype)
     if S is None:
         return o, None
-    none = Mamba3State(0.0, 0.0, 0.0, 0.0) if start is None else start
+    none: Any = Mamba3State(*[jnp.zeros(())] * 4) if start is None else start
     ends = (tokens.at_end(y, old) for y, old in ((angle, none.angle), (k, none.k), (v, none.v)))
     angle, k, v = ends
     return o, Mamba3State(S, angle, k, v)

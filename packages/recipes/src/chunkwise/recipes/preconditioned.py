@@ -34,7 +34,7 @@ OPERATOR = define_rule("precond_delta_rule", lambda x, options: None)
 
 def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     of_keys = dict.fromkeys(("g_atk", "beta_atk"), "B T H")
-    dims = dict(q="B T H K", k="B T H K", v="B T HV V", g=gate, beta="B T HV", **of_keys)
+    dims: Any = dict(q="B T H K", k="B T H K", v="B T HV V", g=gate, beta="B T HV", **of_keys)
     sizes = shapes.check_arrays(named, **dims)
     checks.check_heads(sizes["H"], sizes["HV"])
     center, x, eps = named["log_atk_scale"], named["x"], named["eps"]
@@ -50,8 +50,10 @@ def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     decay = jnp.exp(g)[..., None]
     A = tokens.accumulate(decay, beta[..., None] * k * k, None if A is None else jnp.asarray(A, jnp.float32))
     # The log of the sum, from its center, is squashed to between -1 and 1.
-    center = center if isinstance(center, numbers.Real) else jnp.asarray(center, jnp.float32)[None, None, :, None]
-    r = jnp.log(A + float(eps)) - center
+    center = (
+        float(center) if isinstance(center, numbers.Real) else jnp.asarray(center, jnp.float32)[None, None, :, None]
+    )
+    r: jax.Array = jnp.log(A + float(eps)) - center
     preconditioned = k * jnp.exp(-math.log(x) * r / (1 + jnp.abs(r)))
     written = preconditioned.astype(named["k"].dtype)
     arguments = {name: y for name, y in named.items() if name not in ("x", "eps")}

@@ -15,7 +15,7 @@ def check_arrays(arrays: Mapping[str, Any], sizes: Mapping[str, int] | None = No
     return known
 
 
-def check_parts(state: object, kind: type, sizes: Mapping[str, int], **dims: str) -> None:
+def check_parts(state: Any, kind: type, sizes: Mapping[str, int], **dims: str) -> None:
     """Check an `initial_state` that is a tuple of arrays, of a NamedTuple `kind` with these dimensions; None passes."""
     names = ", ".join(dims)
     known = state is None or (isinstance(state, tuple) and len(state) == len(dims))
