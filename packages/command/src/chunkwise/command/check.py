@@ -200,7 +200,7 @@ def _exact(source: operators.Source, case: cases.Case, states: bool) -> dict[str
     return (
         {"o": o}
         | ({"final_state": state} if states else {})
-        | {f"d{name}": dx for name, dx in gradients.items() if name in x}
+        | {f"d{name}": dx for name, dx in gradients.items()}
     )
 
 
