@@ -22,7 +22,9 @@ THOROUGH = dict(
     test_hessian_of_an_operator=lambda name, case: (name, case) not in (
         ("chunk_gated_delta_rule", "rows"), ("chunk_kda", "rows"),
     ),
-    test_hessian_of_a_composition=lambda packed: not packed,
+    test_hessian_of_a_composition=lambda name, packed: (
+        not packed or name == "chunk_delta_rule" or "recipes" in COMPOSED[name].function.__module__
+    ),
     test_every_order=lambda name: name != "chunk_gated_delta_rule",
     test_hessian_of_a_stage=lambda stage: stage.name not in ("chunk_local_cumsum", "rms_norm_gated"),
 )  # fmt: skip

@@ -35,6 +35,56 @@ class TokenRule(NamedTuple):
     values: str = "v"
 
 
+class Composition(NamedTuple):
+    """An operator that runs another one, for code that treats all operators alike.
+
+    Attributes:
+      chunk, recurrent: its functions for users.
+      runs: the operator whose kernels run, by its name without a prefix.
+      definition: its definition in float64.
+      inputs: from B, T, H, HV, K, V to seeded inputs by name.
+      tokens: how many tokens of the operator that runs a token is.
+      static: static arguments that the inputs go with.
+      scale: its default scale; None for K ** -0.5.
+      implementations: those of `chunk`, the best for a TPU last.
+      gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
+      smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
+        where all have one.
+    """
+
+    chunk: Callable
+    recurrent: Callable
+    runs: str
+    definition: TokenRule
+    inputs: Callable[..., dict[str, Any]]
+    tokens: int = 1
+    static: tuple[tuple[str, Any], ...] = ()
+    scale: float | None = None
+    implementations: tuple[str, ...] = ("xla", "staged", "fused")
+    gradients: tuple[tuple[str, float], ...] = ()
+    smooth: Callable[..., np.ndarray] | None = None
+
+    def reference(self, x: dict[str, Any], **options) -> tuple[np.ndarray, Any, dict[str, Any]]:
+        """Return `reference` of the definition with the scale of the operator."""
+        return reference(self.definition, x, **dict(scale=self.scale) | options)
+
+
+def read(S: jax.Array, key: jax.Array) -> jax.Array:
+    """Return what keys [HV, K] read from states [HV, K, V]: [HV, V]."""
+    return jnp.einsum("hkv,hk->hv", S, key)
+
+
+def write(key: jax.Array, value: jax.Array) -> jax.Array:
+    """Return keys [..., K] times values [..., V]: [..., K, V]."""
+    return key[..., :, None] * value[..., None, :]
+
+
+def delta_rule(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+    """Write what the value has and the state has not, of a key."""
+    S = S + token["beta"][:, None, None] * write(token["k"], token["v"] - read(S, token["k"]))
+    return S, scale * read(S, token["q"])
+
+
 def gated_delta_product(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
     """Decay the state once, and take a step of the delta rule for each of the n keys [n, HV, K]."""
     S, (HV, _, V) = jnp.exp(token["g"])[:, None, None] * S, S.shape
@@ -109,6 +159,7 @@ def read_mlstm_states(state: State, fixed: Fixed = jax.lax.stop_gradient) -> Sta
     return C * change[..., None, None], n * change[..., None], fixed(m)
 
 
+DELTA_RULE = TokenRule(delta_rule)
 GATED_DELTA_PRODUCT = TokenRule(gated_delta_product)
 DPLR_DELTA_RULE = TokenRule(dplr_delta_rule)
 MAMBA2 = TokenRule(mamba2, queries="C", values="x")

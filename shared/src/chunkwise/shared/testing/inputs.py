@@ -9,7 +9,7 @@ import numpy as np
 GATES = ("logsigmoid/10", "logsigmoid", "logsigmoid*10", "logsigmoid*100", "zero", "spikes", "strong")
 
 # Inputs that have no entry for every token.
-NOT_TOKENS = ("initial_state", "g_gamma", "A_log", "dt_bias", "A", "D")
+NOT_TOKENS = ("initial_state", "g_gamma", "A_log", "dt_bias", "A", "D", "u", "log_atk_scale")
 
 
 def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -77,6 +77,13 @@ def make_inputs(
             gate = 1 / (1 + np.exp(-rng.standard_normal((B, T, HV, width))))
             inputs[name] = jnp.asarray(gate if beta is None or name == "w" else np.full_like(gate, beta), dtype)
     return inputs
+
+
+def make_delta_inputs(*sizes: int, **options) -> dict[str, jax.Array]:
+    """Return inputs of the delta rule: those of `make_inputs` without gates."""
+    x = make_inputs(*sizes, **options)
+    del x["g"]
+    return x
 
 
 def make_product_inputs(B=1, T=64, H=1, HV=None, K=64, V=64, *, n=2, **options) -> dict[str, jax.Array]:
