@@ -19,9 +19,7 @@ from chunkwise.shared.testing.inputs import (
 from tests_e2e.mesh.meshes import P, make_mesh
 
 THOROUGH = dict(
-    test_divisions=lambda kind, mode, spec: (
-        kind == "dplr" or (mode, spec) != ("explicit", P("a", None, "c"))
-    ),
+    test_divisions=lambda kind, mode, spec: kind == "dplr" or (mode, spec) != ("explicit", P("a", None, "c")),
     test_context_axis=lambda kind: kind == "dplr",
 )
 SIZES = B, T, H, HV, K, V = 2, 24, 2, 4, 8, 8

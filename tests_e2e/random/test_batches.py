@@ -48,6 +48,7 @@ def run(operator: Entry, implementation: str, b: dict) -> None:
     options = {} if b["lengths"] is None else {"cu_seqlens": boundaries(*b["lengths"])}
     if b["normalise"]:
         options["use_qk_l2norm_in_kernel"] = True
+
     def expected(do=None, dht=None, **named):
         told = {name: named.pop(name) for name in options if name in named}
         return operator.source.reference(named, do=do, dht=dht, **told)
