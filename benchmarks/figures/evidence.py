@@ -6,6 +6,9 @@ from benchmarks import calibrate
 from benchmarks.figures import tables
 from chunkwise.command import times
 
+# The columns of docs/models.md: what tests showed of a model.
+SHOWN = ("config", "load", "save", "cache", "decode", "packed", "serving", "devices", "fine-tuned")
+
 
 @tables.block
 def hardware_reports() -> str:
@@ -95,3 +98,24 @@ def suites() -> str:
         "pass": lambda row: f"{tables.whole(row['passed'])} of {tables.whole(row['tests'])}",
     }
     return tables.table([*tables.select(tables.rows_of("hosts"), run="its tests"), *tables.rows_of("suites")], columns)
+
+
+@tables.block
+def models() -> str:
+    """What tests showed of every model, beside transformers, of its names and files, or of its layer alone."""
+    rows = tables.rows_of("models")
+    shown = lambda column, **where: [x for x in tables.select(rows, **where) if column in x["shows"].split()]
+
+    def cell(model, layer, column):
+        own = shown(column, model=model)
+        beside = any("transformers" in x["with"] for x in own)
+        return "T" if beside else "M" if own else "L" if shown(column, model=None, layer=layer) else tables.NONE
+
+    groups = {}
+    for model, layer in sorted({(x["model"], x["layer"]) for x in rows if x["model"]}, key=lambda x: x[::-1]):
+        cells = tuple(cell(model, layer, column) for column in SHOWN)
+        groups.setdefault((layer, cells), []).append(f"`{model}`")
+    columns = {"models": lambda x: ", ".join(groups[x]), "layer": lambda x: f"`{x[0]}`"}
+    columns |= {title: lambda x, i=i: x[1][i] for i, title in enumerate(SHOWN)}
+    under = " and ".join(sorted({x["with"] for x in rows}, key=len))
+    return f"{tables.table(groups, columns)}\n\nThey ran under {under}."

@@ -31,6 +31,24 @@ def layer_of(case: str, way: str = "forward") -> dict:
 
 
 @tables.block
+def long_prompt() -> str:
+    """A long prompt over eight devices, each with the heads that one of eight has."""
+    rows, texts = tables.rows_of("scale-prompt"), []
+    for case in tables.values(rows, "case"):
+        one, every = (tables.only(rows, case=case, devices=n) for n in (1, 8))
+        layer, times = CASES[case], every["devices"] * one["estimate_ms"] / every["estimate_ms"]
+        texts.append(
+            f"{tables.TITLES[layer.operator]} with {layer.H} / {layer.HV} heads takes "
+            f"{tables.decimals(every['estimate_ms'])} ms, {tables.decimals(times, 1)} times as fast as one, and sends "
+            f"{tables.mebibytes(every['sent_mib'])} MiB"
+        )
+    return (
+        f"By the compiler for v6e, eight devices read {tables.whole(rows[0]['T'])} tokens so, without the time of what "
+        f"they send:\n" + ";\n".join(texts) + "."
+    )
+
+
+@tables.block
 def cost_two_keys() -> str:
     """The cost of GDN-2 beside Kimi delta attention, and of deltanet-tpu's kernels for both, of one run."""
     rows = tables.rows_of("tpu-two-keys")

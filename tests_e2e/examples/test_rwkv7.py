@@ -15,6 +15,7 @@ import rwkv7
 from chunkwise.layers import Cache, config_from, load_rwkv7_attention, rwkv7_attention, save_checkpoint
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from generation import compile_run, generate, logits, pad
+from tests.shown import Shown
 
 torch = pytest.importorskip("torch", reason="torch has a CPU build under Python 3.11 only")
 pytestmark = pytest.mark.torch
@@ -29,6 +30,7 @@ NAMES = """
     output.weight ln_x.weight ln_x.bias
 """.split()  # noqa: SIM905
 THOROUGH = dict(test_layer=lambda implementation: implementation == "fused")
+SHOWS = dict(test_layer=[Shown("rwkv7_attention", "config load cache decode", "rwkv_x070")])
 
 
 def file_of_a_model() -> dict:

@@ -22,6 +22,7 @@ from chunkwise.integrations.nnx import GatedDeltaNet
 from chunkwise.integrations.nnx import named as nnx_names
 from chunkwise.layers import GatedDeltaNetConfig, load_gated_delta_net
 from library import compare, entropy, read_library
+from tests.shown import Shown
 
 # All tests of this process share one program.
 SIZES = dict(steps=200, batch=8, length=96, width=32, rate=0.01, save_every=50, measure_every=75, print_every=40)
@@ -34,6 +35,7 @@ HELD_OUT_ROWS = train.rows_of(HELD_OUT[: FEW + 1], SIZES["length"])
 PROGRAM = Path(train.__file__)
 SLOW = "test_learns", "test_killed_while_it_saves", "test_eight_devices", "test_beside_transformers"
 THOROUGH = dict.fromkeys(SLOW, True)
+SHOWS = dict(test_beside_transformers=[Shown("gated_delta_net", "fine-tuned", "qwen3_5")])
 # Dies by SIGKILL just before the arrays of the checkpoint after step 100 get their final name.
 KILLED = f"""
 import os, runpy, signal, sys

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jax
 
+from chunkwise.integrations import replacing
 from chunkwise.shared.testing import tpu
 
 
@@ -179,3 +180,9 @@ def count_calls(
         return function(*arguments, **options)
 
     setattr(module, name, counted)
+
+
+def count_places(put_back: replacing.PutBack, calls: collections.Counter) -> None:
+    """Count the calls of all that an installation has replaced, by its names in the host."""
+    for place in put_back.places:
+        count_calls(place.where, place.name, calls)

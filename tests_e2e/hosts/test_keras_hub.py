@@ -1,5 +1,6 @@
 """Ours in the place of keras-hub's functions, in its own models: `nox -s host-keras-hub`."""
 
+import collections
 import contextlib
 import functools
 import os
@@ -16,7 +17,7 @@ from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as seam
 
 from chunkwise.integrations import keras_hub
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, gap, losses_of, trained
+from tests_e2e.hosts.host import beside, count_places, gap, losses_of, trained
 
 THEIRS = {name: getattr(seam, f"_{name}") for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")}
 SIZES = dict(
@@ -30,7 +31,7 @@ SIZES = dict(
 def in_place(ours: bool):
     put_back = keras_hub.install() if ours else lambda: None
     try:
-        yield
+        yield put_back
     finally:
         put_back()
 
@@ -129,9 +130,11 @@ def test_answers():
 
     In keras-hub alone the room, which is padding when a prompt is read, changes them.
     """
-    prompts, answers = (range(3, 13), range(20, 26)), {}
+    prompts, answers, calls = (range(3, 13), range(20, 26)), {}, collections.Counter()
     for ours in (False, True):
-        with in_place(ours):
+        with in_place(ours) as put_back:
+            if ours:
+                count_places(put_back, calls)
             model = make_model()
             model.compile(sampler="greedy")
             answers[ours] = [generate(model, length, prompts[0]) for length in (18, 60)]
@@ -139,6 +142,7 @@ def test_answers():
                 answers["together"] = generate(model, 18, *prompts)
                 answers["whole"] = [continued(model, prompt) for prompt in prompts]
     print(f"\n{answers}")
+    assert calls.keys() == {place.name for place in put_back.places}
     assert answers[True] == [answers["whole"][:1]] * 2
     assert answers["together"] == answers["whole"]
     assert answers[False][0] != answers[False][1]

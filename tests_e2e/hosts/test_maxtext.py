@@ -1,5 +1,6 @@
 """Ours beside MaxText's own functions, out of its wheel: `nox -s host-maxtext`."""
 
+import ast
 import functools
 import os
 import types
@@ -99,6 +100,24 @@ def test_temporaries_on_v6e():
     theirs, ours = (functools.partial(run, module=x, **o) for x, o in ((THEIRS, {}), (maxtext, FUSED)))
     found = on_v6e(theirs, ours, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
     assert found["ours"] < found["theirs"]
+
+
+# The settings that MaxText's layer reads. One of them makes it pass by our functions, and ours refuses that one.
+SETTINGS = """
+    debug_sharding dtype emb_dim gdn_chunk_size gdn_conv_kernel_dim gdn_key_head_dim gdn_mamba_block_size
+    gdn_num_key_heads gdn_num_value_heads gdn_value_head_dim matmul_precision max_prefill_predict_length
+    max_target_length normalization_layer_epsilon shard_mode use_gdn_kernel use_qk_norm_in_gdn weight_dtype
+""".split()  # noqa: SIM905
+
+
+def test_no_other_way():
+    """A version whose layer reads another setting may have another way than our functions: look at it first."""
+    named = lambda x, name: getattr(x, "name", "") == name
+    (layer,) = (x for x in ast.walk(ast.parse(_QWEN3.read_text())) if named(x, "Qwen3NextGatedDeltaNet"))
+    attributes = [x for x in ast.walk(layer) if isinstance(x, ast.Attribute)]
+    read = {x.attr for x in attributes if ast.unparse(x.value).endswith(("cfg", "config"))}
+    assert read
+    assert read <= set(SETTINGS)
 
 
 CONFIG = GatedDeltaNetConfig(D=24, H=2, HV=4, K=16, V=8)

@@ -7,6 +7,7 @@ import pytest
 
 from chunkwise.layers import config_from
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from tests.shown import Shown, layer_of
 from tests_e2e.layers.hybrids import MODELS
 from tests_e2e.layers.recording import check_calls, check_token_by_token, record
 
@@ -52,6 +53,11 @@ THOROUGH = dict(
     ),
     test_decode_from_the_first_token=lambda case, implementation: is_thorough(case, implementation) or case in SETTINGS,
     test_gradient=lambda case: case not in ("qwen3_next", "falcon_h1, norm before the gate"),
+)
+SHOWS = dict(
+    test_prefill_then_decode=lambda case: Shown(
+        layer_of(MODELS[case].config), "config load cache decode", MODELS[case].module
+    )
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from chunkwise import layers
 from chunkwise.layers import config_from, load_gated_delta_net, open_checkpoint, place, save_checkpoint, shardings
+from tests.shown import Shown, layer_of
 from tests_e2e.layers.hybrids import MODELS
 from tests_e2e.layers.recording import build
 
@@ -51,6 +52,7 @@ print(size, most[0] - start)
 """
 LAYERS = 8
 THOROUGH = dict(test_peak=True)
+SHOWS = dict(test_the_way_back=lambda name: Shown(layer_of(MODELS[name].config), "load save", MODELS[name].module))
 
 
 @pytest.mark.parametrize("shards", [None, "100KB"])

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from chunkwise import layers
 from chunkwise.shared.testing.compare import assert_close
 from tests.layer_oracle import LAYERS as ANY
+from tests.shown import Shown, layer_of
 from tests_e2e.mesh.meshes import MODES, P, collectives, make_mesh, normal
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
@@ -28,11 +29,15 @@ CONFIGS = {
     "lightning_attention_turned": layers.LightningAttentionConfig(
         **SIZES, qk_norm=True, frequencies=(1.0, 0.1), groups=4
     ),
+    "comba": layers.CombaConfig(**SIZES | dict(H=2)),
     "gated_linear_attention": layers.GatedLinearAttentionConfig(**SIZES | dict(H=2), R=4),
     "gated_delta_product": layers.GatedDeltaProductConfig(**SIZES | dict(H=2)),
     "rwkv7_attention": layers.Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4),
 }
 LAYERS = {name: ANY["mamba2_mixer" if "mamba2" in name else name]._replace(config=x) for name, x in CONFIGS.items()}
+SHOWS = dict.fromkeys(
+    ("test_rows_tokens_and_heads", "test_a_serving_step"), lambda name: Shown(layer_of(CONFIGS[name]), "devices")
+)
 # Over devices of heads the last product of a layer is a sum, and so is the mean of a norm over all heads.
 SUMS = dict.fromkeys(LAYERS, 1) | dict(mamba2_mixer=2, mamba2_mixer_shared=2, lightning_attention=2)
 T = 24

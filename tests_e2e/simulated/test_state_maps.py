@@ -66,15 +66,17 @@ def test_state_map(operator, batch, cores):
     options = arguments.Options(
         True, chunk_size=chunk_size, config=config, erase_before_decay=record.erase_before_decay
     )
-    given = lambda x, start: (fused, arguments.Arguments(**x | dict(initial_state=start), **sequences), options)
+    given = lambda x, start: arguments.Arguments(**x | dict(initial_state=start), **sequences)
     rng = np.random.default_rng(1)
     do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), x[name].dtype) for name in ("v", "initial_state"))
 
     @jax.jit
     def programs(x, start, do, dht):
-        found, precomputed = implementations.map_states(*given(x, jnp.zeros_like(start)))
-        o, final_state = implementations.run(*given(x, start), precomputed)
-        dh0 = implementations.state_gradient(*given(x, start), precomputed, do, dht)
+        y = given(x, start)
+        plan, of_states = (implementations.plan(fused, y, options, states) for states in (False, True))
+        found, precomputed = implementations.map_states(of_states, given(x, jnp.zeros_like(start)))
+        o, final_state = implementations.run(plan, y, precomputed)
+        dh0 = implementations.state_gradient(of_states, y, precomputed, do, dht)
         return found.N, found.M, o, final_state, dh0
 
     finite = {name: y for name, y in x.items() if y is not None}

@@ -16,6 +16,7 @@ from chunkwise.layers import (
     config_from,
 )
 from tests.hostile_settings import assert_sound
+from tests.shown import Shown, layer_of
 
 MODEL = dict(hidden_size=64, vocab_size=50, num_hidden_layers=4, hidden_act="silu", rms_norm_eps=1e-3, use_cache=True)
 LINEAR = dict(
@@ -199,6 +200,12 @@ LAYERS = {
     "xLSTM-7B": MlstmLayerConfig(4096, 8, 8, 256, 512),
 }  # fmt: skip
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+SHOWS = dict(
+    test_other_names_are_passed=lambda name: Shown(layer_of(MODELS[name][1]), "config", name.removesuffix("_text")),
+    test_published_files=lambda name: Shown(
+        layer_of(LAYERS[name]), "config", PUBLISHED[name]["model_type"].removesuffix("_text")
+    ),
+)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED.keys() | LAYERS.keys()))

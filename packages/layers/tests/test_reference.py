@@ -12,6 +12,7 @@ import pytest
 from chunkwise.layers import Step, empty_cache
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from tests.layer_oracle import LAYERS, SERVED, make, make_cache, oracle
+from tests.shown import Shown, layer_of
 
 # Tokens that no sequence has hold numbers which must not matter.
 PACKED = np.array([0, 1, 1, 12, 19], np.int32)
@@ -40,6 +41,11 @@ THOROUGH = dict(
     test_strict_modes=lambda name, implementation: implementation == "fused" and name != "mlstm_layer",
     # Whole layers have gradients beside transformers' in the tests above the packages.
     test_gradients=True,
+)
+SHOWS = dict(
+    test_packed_sequences=lambda name: Shown(layer_of(LAYERS[name].config), "packed"),
+    test_pieces_and_tokens=lambda name: Shown(layer_of(LAYERS[name].config), "cache decode"),
+    test_serving_steps=lambda name: Shown(layer_of(LAYERS[name].config), "serving"),
 )
 layers = pytest.mark.parametrize("name", LAYERS)
 implementations = pytest.mark.parametrize("implementation", ["xla", "fused"])
