@@ -10,7 +10,7 @@ import pytest
 
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import tpu
-from tests import selection, shown
+from tests import measuring, selection, shown
 
 tpu.setup()
 # Programs are small: to cut one into parts that are compiled side by side costs more than it saves.
@@ -31,11 +31,16 @@ ON_OTHER_KERNELS, THEIR_PACKAGE = ("gdn2", "comba"), "two_keys"
 
 def pytest_addoption(parser):
     parser.addoption("--simulator", action="append", default=[], metavar="NAME=VALUE", help="of the simulated TPU")
+    parser.addoption("--times", metavar="PATH", help="write what each file of tests costs")
+    parser.addoption("--lines", metavar="PATH", help="write what each test costs, and the lines that it reaches")
     parser.addoption("--shows", type=Path, metavar="FILE", help="docs/data/models.json: add what tests show of models")
     parser.addoption("--gpu-forms", action="store_true", help='take the forms for GPUs of "xla" on every platform')
 
 
 def pytest_configure(config):
+    times, lines = config.getoption("--times"), config.getoption("--lines")
+    if times or lines:
+        config.pluginmanager.register(measuring.Measuring(times, lines))
     if path := config.getoption("--shows"):
         config.pluginmanager.register(shown.Collector(path))
 
@@ -47,7 +52,11 @@ def _take_gpu_forms(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark thorough cases: by the table THOROUGH of a file, and for all files by TPU generation and `Case.repeats`."""
+    """Mark thorough cases: by the table THOROUGH of a file, and for all files by TPU generation and `Case.repeats`.
+
+    And those of tests/repeats.txt, which reach nothing that others do not reach; they are marked as repeats, too.
+    """
+    known = set(measuring.REPEATS.read_text().splitlines())
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         repeats = getattr(parameters.get("case"), "repeats", False) and parameters.get("implementation") == "xla"
@@ -56,6 +65,9 @@ def pytest_collection_modifyitems(config, items):
         repeats |= any(name in named for name in ON_OTHER_KERNELS) and THEIR_PACKAGE not in item.path.parts
         if repeats or other_chip or selection.is_thorough(item.cls or item.module, item.originalname, parameters):
             item.add_marker(pytest.mark.thorough)
+        elif item.nodeid in known:
+            item.add_marker(pytest.mark.thorough)
+            item.add_marker(pytest.mark.repeats)
         if config.getoption("--shows") and not item.cls:
             under = shown.versions(item.get_closest_marker("torch") is not None)
             shows = shown.of_case(item.module, item.originalname, parameters)

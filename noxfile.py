@@ -156,26 +156,54 @@ def types(session):
 
 @nox.session(python=LATEST)
 def tests(session):
-    """Run the tests of all packages and a sample on a simulated TPU; with `-- --changed` what a change reaches."""
+    """Run all tests that every change must pass; with `-- --changed` those of packages that a change reaches.
+
+    They are those of packages with a sample on a simulated TPU, those of the sessions `e2e` and `mesh`.
+    """
     needs, arguments = packages.needs_of_tests(), [*session.posargs]
-    chosen = list(needs)
-    if "--changed" in arguments:
+    chosen, whole = list(needs), "--changed" not in arguments
+    if not whole:
         arguments.remove("--changed")
         chosen = packages.reached(packages.changed_files(), needs)
     if not chosen:
         session.skip("The tests of packages read none of the files that differ from main.")
-    prepare(session, "test")
-    session.run("pytest", *WORKERS, *QUICK, *chosen, *arguments)
+    prepare(session, "e2e")
+    session.run("pytest", *WORKERS, *QUICK, *chosen, *["tests_e2e"] * whole, *arguments)
+    if whole:
+        session.run("pytest", *WORKERS, *QUICK, "tests_e2e/mesh", *arguments, env=MANY_THREADS)
 
 
-@nox.session(python=LATEST)
+@nox.session(python=LATEST, default=False)
+def cover(session):
+    """Measure what all tests but thorough ones cost and reach, and write which of them repeat others."""
+    prepare(session, "e2e")
+    tmp = session.create_tmp()
+    for name, chosen, env in (
+        ("tests", [*packages.needs_of_tests(), "tests_e2e"], {}),
+        ("mesh", ["tests_e2e/mesh"], MANY_THREADS),
+    ):
+        session.run(
+            "pytest",
+            *WORKERS,
+            "-m",
+            "not thorough or repeats",
+            "--lines",
+            f"{tmp}/{name}.json",
+            *chosen,
+            env=env,
+            success_codes=(0, 1),
+        )
+    session.run("python", "-m", "tests.measuring", f"{tmp}/tests.json", f"{tmp}/mesh.json")
+
+
+@nox.session(python=LATEST, default=False)
 def e2e(session):
     """Run the operators as a user calls them, and beside those of transformers."""
     prepare(session, "e2e")
     session.run("pytest", *WORKERS, *QUICK, "tests_e2e", *session.posargs)
 
 
-@nox.session(python=LATEST)
+@nox.session(python=LATEST, default=False)
 def mesh(session):
     """Run the operators over eight simulated devices, and over two processes."""
     prepare(session, "mesh")

@@ -21,7 +21,6 @@ class Whole(Composed):
       options: more fields of the config of the layer, with their values.
     """
 
-    tokens: int = 1
     layer: str = ""
     D: int = 4096
     options: tuple[tuple[str, object], ...] = ()
@@ -61,7 +60,8 @@ class Whole(Composed):
 
         The backward has two products for each of the forward, and reads and writes what the forward does.
         """
-        flops, moved = self.runs(T).cost(T * self.tokens, dtype, backward)
+        operator = self.runs(T)
+        flops, moved = operator.cost(operator.T, dtype, backward)
         shapes = self.specs(T, dtype)
         arrays = sum(x.size * x.dtype.itemsize for x in shapes.values()) + T * self.D * jnp.dtype(dtype).itemsize
         products = 2 * T * sum(x.size for x in shapes.values() if x.ndim == 2)
@@ -72,11 +72,9 @@ _DELTA, _MAMBA = "gated_delta_rule", "simple_gla"
 _RANKS = (("R_decay", 128), ("R_rate", 128), ("R_gate", 480))
 WHOLE = {
     "mixer-olmo-hybrid": Whole(
-        _DELTA, H=30, HV=30, K=96, V=192, base=_DELTA, layer="delta_net", D=3840, options=(("allow_neg_eigval", True),)
+        _DELTA, H=30, HV=30, K=96, V=192, layer="delta_net", D=3840, options=(("allow_neg_eigval", True),)
     ),
-    "mixer-nemotron-h": Whole(_MAMBA, H=8, HV=128, V=64, base=_MAMBA, layer="mamba2"),
-    "mixer-granite-4": Whole(_MAMBA, H=1, HV=128, V=64, base=_MAMBA, layer="mamba2"),
-    "mixer-rwkv7": Whole(
-        "dplr_delta_rule", H=64, HV=64, K=64, V=64, base="kda", tokens=2, layer="rwkv7", options=_RANKS
-    ),
+    "mixer-nemotron-h": Whole(_MAMBA, H=8, HV=128, V=64, layer="mamba2"),
+    "mixer-granite-4": Whole(_MAMBA, H=1, HV=128, V=64, layer="mamba2"),
+    "mixer-rwkv7": Whole("dplr_delta_rule", H=64, HV=64, K=64, V=64, layer="rwkv7", options=_RANKS),
 }

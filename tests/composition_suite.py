@@ -12,7 +12,7 @@ import pytest
 
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing import definitions
-from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, TOLERANCE, assert_close, tolerance
+from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, TOLERANCE, assert_close, by_part, tolerance
 from chunkwise.shared.testing.inputs import boundaries, poison_padding
 
 T = 44
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     """An operator: its functions, its definition, its gates and static arguments, and its inputs.
 
     Attributes:
-      chunk, recurrent, ragged: its functions.
+      chunk, recurrent, ragged: its functions; a recipe has no serving step.
       definition: one of `definitions`.
       inputs: from the rows, tokens and sizes (H, HV, K, V), and named type, gate, seed and states, to inputs by name.
       gates: the names of inputs whose gradients have the tolerance of gates.
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     chunk: Callable
     recurrent: Callable
-    ragged: Callable
+    ragged: Callable | None
     definition: definitions.TokenRule
     inputs: Callable[..., dict[str, jax.Array]]
     gates: tuple[str, ...]
@@ -73,18 +73,22 @@ def assert_values_and_gradients(kind: Kind, call: str, form: str, implementation
     x = kind.inputs(1, T, 1, 2, 24, 16, dtype=dtype, num_states=states, **options)
     rng = np.random.default_rng(1)
     do = jnp.asarray(rng.standard_normal((1, T, 2, 16)), dtype)
-    dht = jnp.asarray(rng.standard_normal((states, 2, 24, 16)), jnp.float32) if states else None
-    static = tuple(((dict(chunk_size=16) if call == "chunk" else {}) | kind.static).items())
-    found, grads = _values_and_gradients(
+    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), jnp.float32)
+    dht = jax.tree.map(draw, x["initial_state"]) if states else None
+    static = tuple(((dict(chunk_size=16) if call == "chunk" else {}) | dict(kind.static)).items())
+    (o, final), grads = _values_and_gradients(
         getattr(kind, call), static, implementation, poison_padding(x, **fixed), fixed, do, dht
     )
     flags = {name: y for name, y in kind.static.items() if name == "use_qk_l2norm_in_kernel"}
-    o, final, gradients = kind.expected(x, **fixed, **flags, do=do, dht=dht)
+    wanted, after, gradients = kind.expected(x, **fixed, **flags, do=do, dht=dht)
     name = jnp.dtype(dtype).name
-    assert_close("o", found[0], o, TOLERANCE[name])
+    assert_close("o", o, wanted, TOLERANCE[name])
     if states:
-        assert_close("final_state", found[1], final, TOLERANCE[name])
-    for each, y in grads.items():
+        after = by_part({"final_state": after})
+        for part, y in by_part({"final_state": final}).items():
+            assert_close(part, y, after[part], TOLERANCE[name])
+    gradients = by_part(gradients)
+    for each, y in by_part(grads).items():
         limit = GATE_GRADIENT_TOLERANCE[name] if each in kind.gates else tolerance(f"d{each}", name)
         # A gradient may be the difference of sums near 1, whose rounding is 1e-7: of e^-30 where all gates are strong.
         size = np.sqrt(np.mean(np.square(gradients[each])))

@@ -66,6 +66,8 @@ LAYERS = {
             groups=2,
         ),
     ),
+    "comba": named("comba", layers.CombaConfig(**SIZES)),
+    "comba_without_gate": named("comba", layers.CombaConfig(**SIZES, output_gate=False)),
     "gated_linear_attention": named("gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5)),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
     "delta_net": named(
@@ -140,6 +142,13 @@ def oracle(
         o, state = reference(q, k, v, g, b=b, w=write, **delta)
         z = by_head(x @ w.z[0] @ w.z[1] + w.z_bias, c.HV)
         y = conv_norm_oracle.rms_norm_gated(o, z, w.norm, name="sigmoid", eps=c.eps)
+    elif "comba" in name:
+        laws, _ = law_reference(x @ w.a, x @ w.b, w.A_log, w.dt_bias)
+        p = k / (1 + np.exp(-w.decay))[:, None]
+        q, p = q - w.skip[:, None] * p, p / np.sqrt(np.sum(p**2, axis=-1, keepdims=True) + 1e-6)
+        o, state = reference(q, k, v, laws["g"], laws["beta"], p=p, **delta)
+        z, gate = (by_head(x @ w.z, c.HV), "sigmoid") if c.output_gate else (np.ones(o.shape), None)
+        y = conv_norm_oracle.rms_norm_gated(o, z, w.norm, name=gate, eps=c.eps)
     elif "kimi" in name:
         f, z = x, x
         for factor in w.f:

@@ -5,6 +5,7 @@ from chunkwise.integrations import nnx
 
 SIZES = dict(D=16, H=4, HV=4, K=8, V=8)
 CONFIGS = {
+    nnx.Comba: layers.CombaConfig(**SIZES),
     nnx.GatedDeltaNet: layers.GatedDeltaNetConfig(**SIZES),
     nnx.GatedDeltaNet2: layers.GatedDeltaNet2Config(**SIZES),
     nnx.KimiDeltaAttention: layers.KimiDeltaAttentionConfig(**SIZES, R=4),

@@ -53,7 +53,7 @@ def assert_split(
     """
     dtype, T, S = str(x["v"].dtype), x["v"].shape[1], x["initial_state"]
     options = arguments.Options(True, chunk_size=16 if T < 64 else 64, activation=activation)
-    given = lambda x: (implementation, arguments.Arguments(**x, **fixed), options)
+    given = lambda x: arguments.Arguments(**x, **fixed)
     finite = all(np.isfinite(np.asarray(y, np.float32)).all() for y in x.values())
     x = inputs.poison_padding(x, **fixed)
 
@@ -62,12 +62,13 @@ def assert_split(
 
     @jax.jit
     def programs(x, *cotangents):
-        (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x)), x)
+        plan, of_states = (implementations.plan(implementation, given(x), options, states) for states in (False, True))
+        (o, states), pull = jax.vjp(lambda x: implementations.run(plan, given(x)), x)
         want = results(pull, o, states, cotangents)
-        found, precomputed = implementations.map_states(*given(x | dict(initial_state=jnp.zeros_like(S))))
-        (o, states), pull = jax.vjp(lambda x: implementations.run(*given(x), precomputed), x)
+        found, precomputed = implementations.map_states(of_states, given(x | dict(initial_state=jnp.zeros_like(S))))
+        (o, states), pull = jax.vjp(lambda x: implementations.run(plan, given(x), precomputed), x)
         mapped = found.N + jnp.matmul(found.M, x["initial_state"], precision="highest")
-        dh0 = implementations.state_gradient(*given(x), precomputed, *cotangents)
+        dh0 = implementations.state_gradient(of_states, given(x), precomputed, *cotangents)
         return results(pull, o, states, cotangents), want, mapped, dh0
 
     rng = np.random.default_rng(1)

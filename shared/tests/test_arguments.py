@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.call.arguments import Arguments, Options, choose_scale, whole_scale
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.operator import define
 from chunkwise.shared.testing.inputs import spec
@@ -15,6 +16,7 @@ from chunkwise.shared.testing.inputs import spec
 x = Arguments(spec(2, 20, 1, 16), spec(2, 20, 1, 16), spec(2, 20, 1, 8))
 # What an implementation got takes the place of its output.
 KNOWN = [Implementation(name, lambda x, options, _, name=name: ((name, options), None)) for name in ("fused", "xla")]
+KNOWN[0] = KNOWN[0]._replace(sizes=lambda x, options, _: implementations.with_chunk_size("fused", x, options))
 OPERATOR = define("operator", lambda x, options: None, *KNOWN)
 
 
@@ -90,7 +92,7 @@ def test_an_option_that_an_implementation_does_not_read(monkeypatch):
 
 def test_sizes_that_an_implementation_does_not_take(monkeypatch):
     fused, plain = KNOWN
-    fused = fused._replace(limit=lambda x, options: '"fused" takes no heads at all.')
+    fused = fused._replace(sizes=lambda x, options, _: '"fused" takes no heads at all.')
     operator = define("operator", lambda x, options: None, fused, plain)
     with pytest.raises(NotImplementedError, match=re.escape('"fused" takes no heads at all.')):
         operator.chunk(x, Options(), "fused")

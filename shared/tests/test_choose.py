@@ -65,7 +65,10 @@ def test_the_best_of_a_machine():
     """It comes first for calls that it takes, if this is its machine; by its name it runs anywhere."""
     run, here = (lambda x, options, precomputed: (x.v, None)), []
     there = Implementation(
-        "there", run, limit=lambda x, options: "no" if x.v.dtype == jnp.bfloat16 else None, best_here=lambda: bool(here)
+        "there",
+        run,
+        sizes=lambda x, options, _: "no" if x.v.dtype == jnp.bfloat16 else options,
+        best_here=lambda: bool(here),
     )
     known = {"there": there, "xla": Implementation("xla", run, options=frozenset({"min_gate"}))}
     x = Arguments(**make_inputs(1, 4, H, HV, 8, 8))

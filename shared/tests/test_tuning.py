@@ -49,6 +49,8 @@ def test_pick_heads():
     assert pick_heads(12, 4, 1, most=5) == 3
     assert pick_heads(32, 16, 10, most=8, budget=25) == 2
     assert pick_heads(32, 16, 100, most=8, budget=25) == 1
+    # A key head of 64 channels is whole registers only as the only one.
+    assert [pick_heads(64, 1, 1, most=32, K=64, repeated=repeated) for repeated in (False, True)] == [32, 64]
     assert [largest_divisor(12, most) for most in (1, 5, 7, 100)] == [1, 4, 6, 12]
 
 

@@ -235,10 +235,11 @@ def test_division_of_the_norm(name):
     mesh, rng = make_mesh(2 if "b" in str(split) else 1, mode), np.random.default_rng(0)
     shape = (16, D) if name.startswith("two") else (8, 8, 8, D)
     x = {n: jnp.asarray(rng.standard_normal(shape), jnp.float32) for n in ("x", "z")}
-    x["weight"] = jnp.asarray(rng.standard_normal(D), jnp.float32)
+    by_head = name.startswith("heads")
+    x["weight"] = jnp.asarray(rng.standard_normal((8, D) if by_head else D), jnp.float32)
     run = lambda **o: jax.jit(with_gradients(lambda x, _: dict(y=rms_norm_gated(**x, **o))))
     cotangents = dict(y=jnp.asarray(rng.standard_normal(shape), jnp.float32))
-    specs = dict(x=split, z=split, y=split, weight=P())
+    specs = dict(x=split, z=split, y=split, weight=P("a") if by_head else P())
     options = dict(sharding=NamedSharding(mesh, split)) if mode == "automatic" else {}
     got = run(implementation=implementation, **options)(place(x, specs, mesh), None, place(cotangents, specs, mesh))
     assert_same(got, run(implementation="xla")(x, None, cotangents))

@@ -36,10 +36,11 @@ def test_orders_change_no_bit(package, kernel):
 
     def run(x):
         options = Options(True, chunk_size=64)
-        found = implementations.map_states(fused, x, options)
+        plan = implementations.plan(fused, x, options)
+        found = implementations.map_states(plan, x)
         if kernel == "map of two":
             return found
-        return found, implementations.run(fused, x, options), implementations.run(fused, x, options, found[1])
+        return found, implementations.run(plan, x), implementations.run(plan, x, found[1])
 
     def results(order):
         jax.clear_caches()

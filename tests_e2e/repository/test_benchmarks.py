@@ -50,7 +50,7 @@ def test_time_of_sequences_of_different_lengths(run):
 
 def test_time_of_an_operator_by_composition(run, monkeypatch):
     """Its own definition judges it; a package that has to run beside it must be installed."""
-    monkeypatch.setitem(COMPOSED, "tiny", Composed("gated_delta_product", H=1, HV=2, K=8, V=8, base="gated_delta_rule"))
+    monkeypatch.setitem(COMPOSED, "tiny", Composed("gated_delta_product", H=1, HV=2, K=8, V=8))
     monkeypatch.setitem(sys.modules, "jla.ops.chunked", None)
     arguments = "time", "--case", "tiny", "--tokens", "32", "--backward", "--repeats", "1"
     code, rows = run(*arguments)

@@ -18,8 +18,9 @@ CONFIGS = {
     "gla": fused_gla.Config(2, 2, 2),
     "simple_gla": fused_gla.Config(2, 2, 2),
 }
-# Heads of keys and of values, and their channels. Kernels of kda hold two heads side by side where each has its keys.
-SHARED, SIDE_BY_SIDE = (1, 4, 64, 64), (4, 4, 64, 64)
+# Heads of keys and of values, and their channels: two heads of a block fill whole registers. A key head of a divided
+# group fills one alone; kernels of kda hold two heads side by side where each has its keys.
+SHARED, SIDE_BY_SIDE = (1, 4, 128, 64), (4, 4, 64, 64)
 PACK = dict(cu_seqlens=inputs.boundaries(3, 0, 34, 16, 0, 1))
 SEGMENTS = dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS))
 # The sequences, [B, T], and whether there are states. Tails of chunks, empty sequences, padding.

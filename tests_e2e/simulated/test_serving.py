@@ -19,6 +19,7 @@ from tests import engine, pool_suite, ragged_suite
 from tests.recurrence import assert_recurrence
 
 H, HV, K, V = 1, 2, 12, 20
+WHOLE = 128  # channels of a head that is a block of its own
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def test_slots_and_counts_that_do_not_exist(operator, start, cores):
 def assert_step(operator, schedule, given, pool):
     """Compare a step with the float64 recurrence of its schedule; the operator gets `given`, which means the same."""
     rng = np.random.default_rng(2)
-    tokens = ragged_suite.make_tokens(operator, rng, T, 49, (K, V), (H, HV))
-    states = rng.standard_normal((SLOTS, HV, K, V)).astype(jnp.dtype(pool))
+    tokens = ragged_suite.make_tokens(operator, rng, T, 49, (WHOLE, WHOLE), (H, HV))
+    states = rng.standard_normal((SLOTS, HV, WHOLE, WHOLE)).astype(jnp.dtype(pool))
     states[[5, 11, 12]] = np.nan
     want = engine.Oracle(ragged_suite.token_of(operator), BLOCK, states)
     want_o, written = want.run(tokens, schedule)
@@ -102,7 +103,7 @@ PREFILLS = {
 @pytest.mark.parametrize("operator", PREFILLS)
 def test_prefills(operator, blocks, cores):
     entry = operators.OPERATORS[f"chunk_{operator}"]
-    x = entry.source.inputs(1, pool_suite.PREFILL_TOKENS, H, HV, K, V)
+    x = entry.source.inputs(1, pool_suite.PREFILL_TOKENS, H, HV, WHOLE, WHOLE)
     pool_suite.assert_prefills(PREFILLS[operator], x, jnp.float32, blocks=blocks, chunk_size=16)
 
 

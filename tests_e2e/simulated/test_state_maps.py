@@ -30,14 +30,15 @@ OPERATORS = {
     "gla": (gla_operator.GLA, fused_gla.Config(1, 1, 2)),
     "simple_gla": (gla_operator.SIMPLE_GLA, fused_gla.Config(1, 1, 2)),
 }
-K = 12
+# A block of one head is whole registers.
+K = 128
 BATCHES = {
-    "rows": ({}, (2, 50), 20),
+    "rows": ({}, (2, 50), 128),
     # Two chunks a grid step, of which the last step has one.
-    "chunks": ({}, (1, 137), 20),
-    "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 20),
-    "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 20),
-    "eight chunks": ({}, (2, 128), 20),
+    "chunks": ({}, (1, 137), 128),
+    "pack": (dict(cu_seqlens=inputs.boundaries(1, 17, 0, 20)), (1, 40), 128),
+    "segments": (dict(segment_ids=jnp.asarray(segment_suite.SEGMENT_IDS)), segment_suite.SEGMENT_IDS.shape, 128),
+    "eight chunks": ({}, (2, 128), 128),
     "eight large chunks": ({}, (1, 512), 120),
     # The identity does not fit beside the states, and takes a launch of its own.
     "wide": ({}, (1, 20), 250),
@@ -65,15 +66,17 @@ def test_state_map(operator, batch, cores):
     options = arguments.Options(
         True, chunk_size=chunk_size, config=config, erase_before_decay=record.erase_before_decay
     )
-    given = lambda x, start: (fused, arguments.Arguments(**x | dict(initial_state=start), **sequences), options)
+    given = lambda x, start: arguments.Arguments(**x | dict(initial_state=start), **sequences)
     rng = np.random.default_rng(1)
     do, dht = (jnp.asarray(rng.standard_normal(x[name].shape), x[name].dtype) for name in ("v", "initial_state"))
 
     @jax.jit
     def programs(x, start, do, dht):
-        found, precomputed = implementations.map_states(*given(x, jnp.zeros_like(start)))
-        o, final_state = implementations.run(*given(x, start), precomputed)
-        dh0 = implementations.state_gradient(*given(x, start), precomputed, do, dht)
+        y = given(x, start)
+        plan, of_states = (implementations.plan(fused, y, options, states) for states in (False, True))
+        found, precomputed = implementations.map_states(of_states, given(x, jnp.zeros_like(start)))
+        o, final_state = implementations.run(plan, y, precomputed)
+        dh0 = implementations.state_gradient(of_states, y, precomputed, do, dht)
         return found.N, found.M, o, final_state, dh0
 
     finite = {name: y for name, y in x.items() if y is not None}

@@ -8,6 +8,7 @@ import pytest
 from chunkwise.fused_gla import Config
 from chunkwise.fused_gla.operator import GLA, for_states
 from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.implementation.implementations import plan
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import GATES, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -27,7 +28,8 @@ def test_map_and_gradient(dtype, gate):
     x = make_inputs(**SIZES, dtype=jnp.dtype(dtype), gate=gate, num_states=1)
     del x["beta"]
     do, dht, tolerance = x["v"], x.pop("initial_state"), {"float32": 1e-5, "bfloat16": 4e-3}[dtype]
-    options, fused = Options(chunk_size=64, scale=0.3), GLA.implementations["fused"]
+    fused, named = GLA.implementations["fused"], arguments(**x)
+    options = plan(fused, named, Options(chunk_size=64, scale=0.3), states=True).options
     (M, N), _ = jax.jit(lambda x: (fused.state_map(arguments(**x), options, True)[0][:2], None))(x)
     dh0 = jax.jit(lambda x: fused.state_gradient(arguments(**x), options, None, do, dht))(x | dict(initial_state=dht))
     _, want = reference(**x)

@@ -8,6 +8,7 @@ from chunkwise.fused_gla import Config
 from chunkwise.fused_gla.operator import GLA
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.chips import CHIPS
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
 from tests.either_gla import chunk_either_gla
@@ -117,7 +118,8 @@ def test_launches_over_devices_compile(case, chip):
 
     def run(x):
         y = Arguments(**{"g": None} | unflattened(x, 1, sizes["T"], sizes["H"], sizes["HV"]))
-        return fused.state_map(y, options, True), fused.state_gradient(y, options, None, y.v, y.initial_state)
+        chosen = implementations.plan(fused, y, options, states=True).options
+        return fused.state_map(y, chosen, True), fused.state_gradient(y, chosen, None, y.v, y.initial_state)
 
     text = compile_for(run, x, chip=chip).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2

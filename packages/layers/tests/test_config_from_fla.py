@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import (
+    CombaConfig,
+    GatedDeltaNet2Config,
     GatedDeltaNetConfig,
     GatedDeltaProductConfig,
     GatedLinearAttentionConfig,
     KimiDeltaAttentionConfig,
+    Mamba2Config,
     Rwkv7AttentionConfig,
     config_from,
     open_checkpoint,
@@ -43,6 +46,19 @@ KDA = GROUPED | dict(model_type="kda", safe_gate=True, lower_bound=-4.0)
 GLA = SHARED | dict(model_type="gla", expand_k=0.5, expand_v=1.0, num_kv_heads=None, feature_map=None, clamp_min=None)
 del GLA["allow_neg_eigval"]
 GLA |= dict(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
+COMBA = GROUPED | dict(
+    model_type="comba", use_output_gate=False, use_output_correction=True, use_inner_decay=True, correction_factor=0.02
+)
+del COMBA["allow_neg_eigval"]
+GDN2 = GROUPED | dict(model_type="gdn2", conv_bias=False)
+# Its names are those of transformers, but for some.
+MAMBA2 = dict(
+    model_type="mamba2", hidden_size=64, head_dim=16, state_size=32, expand=2, num_heads=8, conv_kernel=3, n_groups=2,
+    use_bias=True, use_conv_bias=False, norm_eps=1e-3, dt_limit=[0.01, {"__float__": "Infinity"}], rmsnorm=True,
+    norm_before_gate=True, D_has_hdim=False, hidden_act="silu", chunk_size=256, dt_min=0.001, dt_max=0.1,
+    dt_init_floor=1e-4, A_init_range=[1, 16], conv_init=None, residual_in_fp32=True, rescale_prenorm_residual=True,
+    fuse_norm=True, fuse_cross_entropy=True,
+)  # fmt: skip
 RANKS = dict(R_decay=96, R_rate=64, R_gate=128)
 LATER = Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS, R_first=32)
 SHOWS = dict(
@@ -82,6 +98,20 @@ def test_gated_linear_attention():
     assert config_from(dict(model_type="gla")) == GatedLinearAttentionConfig(2048, 4, 4, 256, 512)
 
 
+def test_comba_gdn2_and_mamba2():
+    assert config_from(COMBA, layer=1) == CombaConfig(64, 2, 4, 16, 24, W=3, eps=1e-3, output_gate=False)
+    assert config_from(GDN2) == GatedDeltaNet2Config(64, 2, 4, 16, 24, W=3, eps=1e-3, allow_neg_eigval=True)
+    more = dict(conv_bias=False, dt_limit=(0.01, np.inf), in_bias=True, out_bias=True)
+    assert config_from(MAMBA2) == Mamba2Config(64, 2, 8, 32, 16, W=3, eps=1e-3, norm="before", **more)
+    assert config_from(MAMBA2 | dict(rmsnorm=False)).norm is None
+    least = lambda name, **more: config_from(dict(model_type=name, **more))
+    assert least("comba") == CombaConfig(2048, 6, 6, 256, 512)
+    assert least("gdn2") == GatedDeltaNet2Config(2048, 16, 16, 128, 128)
+    assert least("mamba2", fuse_cross_entropy=True) == Mamba2Config(2048, 1, 64, 128, 64)
+    # A file of transformers has other names and defaults.
+    assert least("mamba2", rms_norm=True) == Mamba2Config(4096, 8, 128, 128, 64)
+
+
 def test_rwkv7():
     """The first layer takes no values; values may be wider in some layers; ranks may follow from the sizes."""
     assert config_from(RWKV7, layer=0) == Rwkv7AttentionConfig(768, 12, 12, 64, 64, **RANKS)
@@ -104,6 +134,12 @@ def test_rwkv7():
         (PRODUCT | dict(conv_bias=True), 1, r"`hf_config.conv_bias` must be one of \(False,\)"),
         (GATED_DELTANET | dict(use_gate=False), 1, r"`hf_config.use_gate` must be one of \(True,\)"),
         (GATED_DELTANET | dict(num_v_heads=3), 1, "`HV` must be a multiple of `H`; got 3 and 2"),
+        (COMBA | dict(use_inner_decay=False), 1, r"`hf_config.use_inner_decay` must be one of \(True,\)"),
+        (COMBA | dict(allow_neg_eigval=True), 1, r"`hf_config.allow_neg_eigval` must be one of \(False,\)"),
+        (GDN2 | dict(lower_bound=-5.0), 1, r"no settings that `config_from` does not know; got \['lower_bound'\]"),
+        (MAMBA2 | dict(D_has_hdim=True), 1, r"`hf_config.D_has_hdim` must be one of \(False,\)"),
+        (MAMBA2 | dict(head_dim=24), 1, "`hf_config.head_dim` must divide 128 channels; got 24"),
+        (MAMBA2 | dict(num_heads=9), 1, r"`hf_config.num_heads` must be one of \(8,\) for this layer; got 9"),
         (GLA | dict(num_kv_heads=1), 1, r"`hf_config.num_kv_heads` must be one of \(2,\) for this layer; got 1"),
         (GLA | dict(feature_map="relu"), 1, r"`hf_config.feature_map` must be one of \(\) for this layer; got 'relu'"),
         (KDA | dict(lower_bound=None), 1, r"`hf_config.safe_gate` must be one of \(False, False\)"),
@@ -129,7 +165,7 @@ def test_what_no_layer_can_do(settings, layer, message):
 
 
 @pytest.mark.parametrize(
-    "own", [PRODUCT, RWKV7, GLA, DELTA_NET, GATED_DELTANET, KDA], ids=lambda own: own["model_type"]
+    "own", [PRODUCT, RWKV7, GLA, DELTA_NET, GATED_DELTANET, KDA, COMBA, GDN2, MAMBA2], ids=lambda own: own["model_type"]
 )
 def test_hostile_settings(own):
     """Whatever a file has, the result is a config of right types or a ValueError."""

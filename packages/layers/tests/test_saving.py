@@ -22,7 +22,7 @@ LAYERS = {
         "bailing_hybrid": KIMI(D, 2, 2, 8, 8), "glm5_next_text": KIMI(D, 2, 2, 8, 8, R=8), None: KIMI(D, 2, 4, 8, 8),
         "kda": KIMI(D, 2, 4, 8, 16, R=16, gate_bias=True),
     },
-    "gated_delta_net2": {None: layers.GatedDeltaNet2Config(D, 2, 4, 8, 8)},
+    "gated_delta_net2": {"gdn2": layers.GatedDeltaNet2Config(D, 2, 4, 8, 8)},
     "mamba2_mixer": {
         None: layers.Mamba2Config(D, 2, 4, 8, 16),
         "zamba2": layers.Mamba2Config(D, 2, 4, 8, 16, norm=None, conv_bias=False),
@@ -30,6 +30,7 @@ LAYERS = {
             D, 2, 4, 8, 16, in_bias=True, out_bias=True, in_multiplier=0.3, multipliers=(0.7, 0.3, 0.11, 0.9, 1.7)
         ),
     },
+    "comba": {"comba": layers.CombaConfig(D, 2, 4, 8, 16), None: layers.CombaConfig(D, 2, 4, 8, 16, output_gate=False)},
     "gated_linear_attention": {"gla": layers.GatedLinearAttentionConfig(D, 2, 4, 8, 16, R=4)},
     "mlstm_layer": {None: layers.MlstmLayerConfig(D, 4, 4, 8, 16)},
     "gated_delta_product": {

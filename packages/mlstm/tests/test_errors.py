@@ -28,11 +28,11 @@ GOOD: dict[str, Any] = dict(
         (dict(f=None), "`f` must be an array [B, T, HV]; got NoneType."),
         (
             dict(initial_state=spec(2, 2, 8, 4)),
-            "`initial_state` must be None or an MlstmState (C, n, m); got an array float32 (2, 2, 8, 4).",
+            "`initial_state` must be None or a tuple MlstmState (C, n, m); got an array float32 (2, 2, 8, 4).",
         ),
         (
             dict(initial_state=[*STATE]),
-            "`initial_state` must be None or an MlstmState (C, n, m); got a list with arrays.",
+            "`initial_state` must be None or a tuple MlstmState (C, n, m); got a list with arrays.",
         ),
         (
             dict(initial_state=STATE._replace(n=spec(2, 2, 4))),

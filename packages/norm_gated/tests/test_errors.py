@@ -20,6 +20,7 @@ GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
         (dict(x=spec(2, 8, 4, 16, dtype=jnp.int32)), "`x` must be float32, bfloat16 or float16; got int32."),
         (dict(z=spec(2, 8, 64)), "`z` must have the shape of `x` (2, 8, 4, 16); got (2, 8, 64)."),
         (dict(weight=spec(64)), "`weight` must have shape [D] = (16); got (64,)."),
+        (dict(weight=spec(16, 4)), "`weight` must have shape [H, D] = (4, 16); got (16, 4)."),
         (dict(activation="gelu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'gelu'."),
         (dict(norm_before_gate=1), "`norm_before_gate` must be True or False, known when the program is built; got 1."),
         (dict(config=1), "`config` must be None or a chunkwise.norm_gated.Config; got 1."),

@@ -42,6 +42,13 @@ def test_no_temporaries_from_the_flat_layout():
     assert program.memory_analysis().temp_size_in_bytes < 4096 * 4096 * 2 // 100
 
 
+def test_the_result_takes_the_memory_of_x():
+    x = spec(1, 256, 4096, dtype=jnp.bfloat16)
+    run = lambda x, z, weight: rms_norm_gated(x + z, z, weight, in_place=True, implementation="pallas")
+    program = compile_for(run, x, x, spec(4096))
+    assert program.memory_analysis().temp_size_in_bytes < x.size * 2 // 100
+
+
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_one_group_a_row_compiles(norm_before_gate):
     x = spec(1, 300, 4096, dtype=jnp.bfloat16)

@@ -11,7 +11,14 @@ from jax.experimental import checkify
 
 from chunkwise.pipeline import check_inputs
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.testing.inputs import make_dplr_inputs, make_inputs, make_product_inputs, poison_padding
+from chunkwise.shared.testing.inputs import (
+    NOT_TOKENS,
+    make_dplr_inputs,
+    make_inputs,
+    make_mamba2_inputs,
+    make_product_inputs,
+    poison_padding,
+)
 
 B, T, H, HV, K = 2, 6, 1, 2, 4
 X = make_inputs(B, T, H, HV, K, K, num_states=B)
@@ -212,6 +219,7 @@ PRODUCT = make_product_inputs(B, T, H, HV, K, K) | dict(num_householder=2)
 DPLR = make_dplr_inputs(B, T, H, HV, K, K)
 MLSTM = {name: X[name] for name in ("q", "k", "v")}
 MLSTM |= dict(i=X["g"].at[:, ::2].set(-jnp.inf), f=10 * X["g"].at[:, 1].set(jnp.inf))
+MAMBA2 = make_mamba2_inputs(B, T, H, HV, K, K) | dict(dt_softplus=True)
 STATE = jnp.ones((B, HV, K, K)), jnp.ones((B, HV, K)), jnp.full((B, HV), -jnp.inf).at[1, 0].set(jnp.inf)
 
 
@@ -221,6 +229,13 @@ WRONG_COMPOSED = {
     "`v` must be finite; got inf at [0, 1, 1, 2].": put(MLSTM, "v", (0, 1, 1, 2), jnp.inf),
     "`initial_state.m` must be a number below inf; got inf at [1, 0].": MLSTM | dict(initial_state=STATE),
     "`f` must have shape [B, T, HV] = (2, 6, 2); got (2, 6, 1).": MLSTM | dict(f=MLSTM["f"][:, :, :1]),
+    "`B` must be finite; got nan at [1, 2, 0, 3].": put(MAMBA2, "B", (1, 2, 0, 3), jnp.nan),
+    "`dt` must be finite; got inf at [0, 1, 1].": put(MAMBA2, "dt", (0, 1, 1), jnp.inf),
+    "`dt` must be at least 0 without `dt_softplus`; got -1 at [0, 1, 1].": put(
+        MAMBA2 | dict(dt=jnp.ones((B, T, HV)), dt_bias=None, dt_softplus=False), "dt", (0, 1, 1), -1.0
+    ),
+    "`A` must be at most 0, minus the rate of a decay; got 0.5 at [1].": put(MAMBA2, "A", (1,), 0.5),
+    "`D` must have shape [HV, V] = (2, 4); got (2, 3).": MAMBA2 | dict(D=MAMBA2["D"][:, :3]),
     "`k` must be finite; got nan at [1, 11, 0, 3].": put(PRODUCT, "k", (1, 11, 0, 3), jnp.nan),
     f"{RANGE} 1.5 at [0, 7, 1].": put(PRODUCT, "beta", (0, 7, 1), 1.5),
     "`g` must have shape [B, T, HV] = (2, 6, 2); got (2, 12, 2).": PRODUCT | dict(g=jnp.zeros((B, 2 * T, HV))),
@@ -242,9 +257,9 @@ def test_operators_by_composition(message):
         check_inputs(**WRONG_COMPOSED[message])
 
 
-@pytest.mark.parametrize("x", [PRODUCT, DPLR, MLSTM], ids=["product", "dplr", "mlstm"])
+@pytest.mark.parametrize("x", [PRODUCT, DPLR, MLSTM, MAMBA2], ids=["product", "dplr", "mlstm", "mamba2"])
 def test_padding_of_operators_by_composition_may_hold_anything(x):
-    arrays = {name: y[:1] for name, y in x.items() if hasattr(y, "shape")}
+    arrays = {name: y if name in NOT_TOKENS else y[:1] for name, y in x.items() if hasattr(y, "shape")}
     more = {name: y for name, y in x.items() if name not in arrays}
     boundaries = jnp.array([0, 2, 5], jnp.int32)
     check_inputs(**poison_padding(arrays, boundaries), **more, cu_seqlens=boundaries, allow_padding=True)

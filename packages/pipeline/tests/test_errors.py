@@ -132,7 +132,8 @@ def test_a_step_that_is_a_constant_of_a_program(slots):
             jax.eval_shape(f, x, jnp.zeros((3, 1, 16, 16)))
 
 
-EVERY = [*CHUNKED, *(operator for operator in COMPOSED.values() if operator.chunked)]
+# The rates of Mamba-2 tell how many heads there are.
+EVERY = [*CHUNKED, *(x for x in COMPOSED.values() if x.chunked and x.name != "chunk_mamba2")]
 HEAD_FIRST = pytest.mark.parametrize("operator", CHUNKED, ids=lambda operator: operator.name)
 
 

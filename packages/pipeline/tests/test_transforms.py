@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.pipeline.operators import COMPOSED, OPERATORS
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import make_inputs
+from chunkwise.shared.testing.inputs import NOT_TOKENS, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from chunkwise.shared.testing.tpu import text_for_tpu
 
@@ -100,9 +100,10 @@ def test_export_with_open_sizes(name, packed):
         return entry.source.inputs(rows, T, 1, 2, 8, 8, num_states=3 if packed else rows), *cu
 
     def opened(name, y):
-        sizes = () if name == "g_gamma" or (name == "initial_state" and packed) else (rows if packed else b,)
+        of_rows = name == "initial_state" and not packed
+        sizes = (rows if packed else b,) if of_rows or name not in NOT_TOKENS else ()
         # The keys of Gated DeltaProduct have several tokens for a token.
-        sizes += () if name in ("g_gamma", "initial_state") else (t * (y.shape[1] // 20),)
+        sizes += () if name in NOT_TOKENS else (t * (y.shape[1] // 20),)
         return jax.ShapeDtypeStruct((*sizes, *y.shape[len(sizes) :]), y.dtype)
 
     x, *cu = batch(20)

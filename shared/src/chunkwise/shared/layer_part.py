@@ -27,7 +27,7 @@ class PartOptions:
       implementation: after the checks it is the name of the implementation that runs.
       activation, config: of every part.
       sharding, context_axis, output_final_state: as for an operator.
-      norm_before_gate, eps: of the norm.
+      norm_before_gate, eps, in_place: of the norm.
       block_size: of the convolution, tokens of a block after which a state is stored; None for no blocks.
       final: of the convolution, the type of the final states of whole sequences; None if nobody asks for them. The
         check chooses it.
@@ -41,6 +41,7 @@ class PartOptions:
     output_final_state: bool = False
     norm_before_gate: bool = True
     eps: float = 0.0
+    in_place: bool = False
     block_size: int | None = None
     final: jax.Array | None = None
 

@@ -17,7 +17,7 @@ import numpy as np
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
-from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.implementation.implementations import Implementation, Plan
 from chunkwise.shared.kernels import derivatives, interleaved
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.serving import few_tokens, run
@@ -58,7 +58,7 @@ class Operator:
             arguments.warn_decays(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name = f"chunk_{self.name}"
-        o, states = _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()
+        o, states = _located(chosen, x, options, implementations.run, name)()
         return interleaved.at_queries(x.q, o), states
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
@@ -75,7 +75,7 @@ class Operator:
         }
         chosen = implementations.choose(known, implementation, x, options)
         name = f"recurrent_{self.name}"
-        return _located(chosen, x, options, functools.partial(implementations.run, chosen), name)()
+        return _located(chosen, x, options, implementations.run, name)()
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
         """Run a serving step; `x.initial_state` is the pool."""
@@ -84,7 +84,7 @@ class Operator:
         x, options = run.check_step(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
-        step = functools.partial(run.run_step, name, chosen, strict=strict)
+        step = functools.partial(run.run_step, name=name, strict=strict)
         o, pool = _located(chosen, x, options, step, pool="states")()
         assert pool is not None
         return o, pool
@@ -100,12 +100,13 @@ def _located(
     implementation: Implementation,
     x: Arguments,
     options: Options,
-    run: Callable[[Arguments, Options], Results],
+    run: Callable[[Plan, Arguments], Results],
     name: str | None = None,
     pool: str = "initial_state",
 ) -> Callable[[], Results]:
     """Return a function that calls `run` where the arguments lie: on one device, or on all devices of a mesh.
 
+    What is run is planned there, too: by the sizes of one device.
     `name` is the function that the user called, None if it has no derivative, and `pool` its name of the argument
     `initial_state`. On a mesh, every device gets its part of the arguments.
     Without a mesh, nothing stands between the call and `run`.
@@ -120,7 +121,7 @@ def _located(
     if name is not None:
         x = _in_reverse(x, name, implementation.name, divided)
     if not divided:
-        return functools.partial(run, x, options)
+        return functools.partial(run, implementations.plan(implementation, x, options), x)
     checks.check(
         x.initial_state is None or "initial_state" in x.arrays(),
         f"`{pool}` must be an array where the operator divides itself over devices; got a StatePool: call the operator "

@@ -94,14 +94,16 @@ def choose_heads(H: int, HV: int, bytes_per_head: int, most: int, per_channel: b
 
 def pick_heads(
     HV: int, H: int, bytes_per_head: int, most: int, budget: int = 2 * VMEM_LIMIT_BYTES // 5, K: int = LANES,
-    V: int = LANES,
+    V: int = LANES, repeated: bool = False,
 ) -> int:  # fmt: skip
     """Return how many value heads one grid step takes.
 
     It is the largest number that is at most `most`, fits the budget of bytes, and of which `divides_groups` is true;
-    or the smallest one of which this is true.
+    or the smallest one of which this is true. With `repeated`, every block of a group has a key head of its own.
     """
     sizes = [n for n in range(1, HV + 1) if divides_groups(n, H, HV, K, V)]
+    if repeated:
+        sizes = [n for n in sizes if divides_groups(n, max(H, HV // n), HV, K, V)]
     return max((n for n in sizes if n <= most and n * bytes_per_head <= budget), default=sizes[0])
 
 

@@ -16,6 +16,7 @@ from chunkwise.pipeline.operators import COMPOSED, OPERATORS, Entry
 from chunkwise.shared.call.checks import choose_chunk_size
 from chunkwise.shared.kernels.chunking import token_owners
 from chunkwise.shared.testing.compare import with_gradients
+from chunkwise.shared.testing.inputs import NOT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class Layer:
         Heads and sequences do not mix, so a whole sequence of the last heads gives the same results alone.
         """
         heads = {"q": 1, "k": 1, "p": 1, "dq": 1, "dk": 1, "dp": 1}
-        return {name: y[:, tokens, -heads.get(name, self.HV // self.H) :] for name, y in x.items()}
+        last = {name: -heads.get(name, self.HV // self.H) for name in x}
+        weights = {prefix + name for name in NOT_TOKENS for prefix in ("", "d")}
+        return {name: y[last[name] :] if name in weights else y[:, tokens, last[name] :] for name, y in x.items()}
 
     def expected(self, part: dict, do) -> dict[str, np.ndarray]:
         """Return o in float64 for one sequence of a `part`, and the gradients of the inputs if do is given."""

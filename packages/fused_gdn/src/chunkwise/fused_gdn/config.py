@@ -50,7 +50,7 @@ def default_for(H: int, HV: int, C: int, K: int, V: int) -> Config:
     and take twice as long to compile.
     """
     size = vmem_bytes_per_head(C, K, V)
-    heads = tuning.pick_heads(HV, H, size, min(32, max(1, HV // compat.cores())), VMEM_BUDGET, K, V)
+    heads = tuning.pick_heads(HV, H, size, min(32, max(1, HV // compat.cores())), VMEM_BUDGET, K, V, True)
     most = 32 if heads < 16 or compat.matrix_columns() > 128 else heads
     chunks = max(1, min(8, min(most, VMEM_BUDGET // size) // heads))
     return Config(heads=heads, heads_bwd=heads, chunks=chunks, turns=2)

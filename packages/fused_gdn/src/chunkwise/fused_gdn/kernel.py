@@ -25,8 +25,8 @@ their results in that chunk, in all heads of the grid step, become NaN.
 
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from chunkwise.fused_gdn import config, loads, tile
+from chunkwise.fused_gdn.operands import GdnRefs
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import interleaved, inverse, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
@@ -43,44 +44,7 @@ from chunkwise.shared.kernels.spans.operands import ABSENT, FusedStatic, Operand
 STAGE = 8
 
 
-class GdnFwdRefs(NamedTuple):
-    """The Refs of the forward; the arrays that a grid step leaves for the next one are of the chunk prev.
-
-    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
-    """
-
-    table: jax.Ref  # of `chunk_spans`
-    q: jax.Ref  # [C, keys K]
-    k: jax.Ref  # [C, keys K]
-    v: jax.Ref  # [C, heads V] of prev
-    g: jax.Ref  # [C, heads]
-    beta: jax.Ref  # [C, heads]
-    initial_state: jax.Ref  # [heads, K, V]
-    owner: jax.Ref  # int32 [1, 1, p C]
-    pool: jax.Ref  # [heads, K, V], not padded
-    A_inv: jax.Ref  # [n, C, p C] of prev
-    unread: jax.Ref  # an operand that is not read
-    o: jax.Ref  # [C, heads V] of prev
-    ht: jax.Ref  # [heads, K, V]
-    h: jax.Ref  # [heads, K, V] of prev
-    v_new_over_beta: jax.Ref  # [C, heads V] of prev
-    A_inv_out: jax.Ref  # [n, C, p C] of prev
-    pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, K, V]; the Ref ht, if the final states are requested
-    start: jax.Ref  # float32 [n, C, p C], decays from the start of prev
-    end: jax.Ref  # float32 [n, C, p C], decays to the end of prev, times beta
-    k_prev: jax.Ref  # [keys, C, K]
-    q_prev: jax.Ref  # [keys, C, K]
-    scores: jax.Ref  # parts of P, [n, C, parts p C]
-    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
-    g_late: jax.Ref  # float32 [C, heads] of the chunk that the next grid step prepares first, whose keys are in k_prev
-    beta_late: jax.Ref  # float32 [C, heads] of the same chunk
-    nonfinite_rows: jax.Ref  # float32 [1, C, 1], rows of k, g and beta of prev
-    owner_prev: jax.Ref  # int32 [1, 1, p C]
-
-
-def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _fwd_kernel(refs: GdnRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev and prepare the chunk cur, of the next grid step.
 
     The two do not wait for one another: products with the state fill the matrix unit, while the inverse eliminates
@@ -98,19 +62,14 @@ def _fwd_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
     )
 
 
-# Where a grid step has several chunks, these Refs have the tokens of all of them, or an entry for each.
-_TOKENS = "q", "k", "v", "g", "beta", "o", "v_new_over_beta"
-_ENTRIES = "A_inv", "h", "A_inv_out", "start", "end", "k_prev", "q_prev", "scores", "A", "blocks"
-
-
-def _turns_kernel(refs: GdnFwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _turns_kernel(refs: GdnRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Do what `_fwd_kernel` does for several chunks a grid step, in turns; each prev is a grid step behind its cur."""
     body = functools.partial(_grid_turns, static=static, s=s)
     chunk_loop.run_forward_chunks(refs, body, static, stages=2, transposed=False)
 
 
 def _grid_turns(
-    refs: GdnFwdRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
+    refs: GdnRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run a turn for every chunk of a grid step.
 
@@ -118,15 +77,11 @@ def _grid_turns(
     they are stored at once. The first one prepares the last chunk of the grid step before, from scratch memory.
     """
     chunks, prevs = of_stages
-    each = []
-    for chunk in chunks:
-        places = dict.fromkeys(_TOKENS, chunk.rows(s.C)) | dict.fromkeys(_ENTRIES, chunk.index)
-        each.append(layout.view(refs, places))
-    *earlier, last = each
-    queries = None if last.q_prev is None else last.q_prev[...]
-    tokens = [(queries, last.k_prev[...], refs.g_late[...], refs.beta_late[...])]
+    *earlier, last = each = loads.of_chunks(refs, s, static.chunks)
+    queries = None if last.queries is None else last.queries[...]
+    tokens = [(queries, last.keys[...], refs.g_late[...], refs.beta_late[...])]
     tokens += [loads.load_chunk(x, chunk.valid, s, static)[:4] for x, chunk in zip(earlier, chunks, strict=False)]
-    afters, curs = [last._replace(k_prev=ABSENT, q_prev=ABSENT), *earlier], [chunks[-1], *chunks[:-1]]
+    afters, curs = [last._replace(keys=ABSENT, queries=ABSENT), *earlier], [chunks[-1], *chunks[:-1]]
     turns = [_turn(*x, static, s) for x in zip(each, afters, tokens, curs, prevs, strict=True)]
     # A turn begins when the state of the first heads is through the chunk of the turn before: after the round of the
     # gates, one for each stage of heads, one that ends the inverse, and two that pass the first heads.
@@ -137,15 +92,15 @@ def _grid_turns(
         # Every round of a turn must run, also where it has more of them than overlap.
         schedule.finish(running)
         running = turn
-    q, last.k_prev[...], refs.g_late[...], refs.beta_late[...], _ = loads.load_chunk(last, chunks[-1].valid, s, static)
+    q, last.keys[...], refs.g_late[...], refs.beta_late[...], _ = loads.load_chunk(last, chunks[-1].valid, s, static)
     if q is not None:
-        last.q_prev[...] = q
+        last.queries[...] = q
     # The first grid step has no state to pass. What the next one finds is the state before the first token.
     chunk_loop.start_state(refs.state, refs.initial_state, pl.program_id(2) == 0)
 
 
 def _grid_step(
-    refs: GdnFwdRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads
+    refs: GdnRefs, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run the turn of a grid step of one chunk."""
     tokens = loads.load_chunk(refs, cur.valid, s, static)[:4]
@@ -153,7 +108,7 @@ def _grid_step(
 
 
 def _turn(
-    refs: GdnFwdRefs, after: GdnFwdRefs, tokens: Any, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk,
+    refs: GdnRefs, after: GdnRefs, tokens: Any, cur: stage_chunks.StageChunk, prev: stage_chunks.StageChunk,
     static: FusedStatic, s: tile.Heads,
 ) -> Iterator[None]:  # fmt: skip
     """Run both stages, and yield between rounds of them.
@@ -219,7 +174,7 @@ def _turn(
     for part, values in staged:
         store(part, values)
     # All stages may share a key head, and those of the turn before may still read it.
-    for ref, x in ((after.k_prev, k), (after.q_prev, q)):
+    for ref, x in ((after.keys, k), (after.queries, q)):
         if ref is not None:
             ref[...] = x
 
@@ -244,12 +199,12 @@ def prepare(refs, q, k, gates: tile.Gates, part: tile.Heads, masks, static: Fuse
     return staged
 
 
-def load_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads, static: FusedStatic) -> jax.Array:
+def load_state(refs: GdnRefs, prev: stage_chunks.StageChunk, part: tile.Heads, static: FusedStatic) -> jax.Array:
     """Return the states [heads, K, V] of some heads before prev; with several chunks a grid step they are stored."""
     return refs.state[part.values_at] if static.chunks > 1 else chunk_loop.load_state(refs, prev, part.values_at)
 
 
-def read_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads, static: FusedStatic):
+def read_state(refs: GdnRefs, prev: stage_chunks.StageChunk, part: tile.Heads, static: FusedStatic):
     """Multiply keys and queries of prev by the state before it.
 
     Returns:
@@ -257,16 +212,16 @@ def read_state(refs: GdnFwdRefs, prev: stage_chunks.StageChunk, part: tile.Heads
       float32.
     """
     S = load_state(refs, prev, part, static)
-    k = refs.k_prev[part.keys_at]  # [key heads, C, K]
+    k = refs.keys[part.keys_at]  # [key heads, C, K]
     if refs.h is not None:
         refs.h[part.values_at] = S.astype(refs.h.dtype)
-    q = None if refs.q_prev is None else refs.q_prev[part.keys_at]
+    q = None if refs.queries is None else refs.queries[part.keys_at]
     start = tile.head_columns(refs.start[part.packs_at], part, part.V)
     return start, *tile.read_state(k, q, S, part)
 
 
 def pass_chunk(
-    refs: GdnFwdRefs, prev: stage_chunks.StageChunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
+    refs: GdnRefs, prev: stage_chunks.StageChunk, A_inv, part: tile.Heads, state_reads, static: FusedStatic
 ) -> Iterator[None]:
     """Compute v_new_over_beta of prev, yield, then write the output of prev and take the state through it.
 
@@ -288,7 +243,7 @@ def pass_chunk(
     if refs.v_new_over_beta is not None:
         layout.store_heads(refs.v_new_over_beta, v_new_over_beta, stored, part.first)
     yield
-    k, end = refs.k_prev[part.keys_at], tile.head_columns(refs.end[part.packs_at], part, part.V)
+    k, end = refs.keys[part.keys_at], tile.head_columns(refs.end[part.packs_at], part, part.V)
     if QS is not None:
         inside = tile.multiply_parts(refs.scores[part.packs_at], v_new_over_beta, part, dtype)  # [heads, C, V]
         layout.store_heads(refs.o, (static.scale * start) * QS + inside, stored, part.first)
@@ -303,72 +258,98 @@ def chunks_in_turn(x: Operands, static: FusedStatic) -> int:
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-    """Return the launch of the forward kernel, the arguments of `launcher.launch`.
+    """Return the launch of the forward of many heads, as `launch_of` does, of one chunk or some turns a grid step."""
+    static = static.in_spans_of(chunks_in_turn(x, static))
+    s, scratch = loads.heads_of(static, static.config.heads), buffers(x, static, outputs)
+    if static.chunks > 1:
+        scratch |= {"g_late": (s.C, s.heads), "beta_late": (s.C, s.heads)}
+    if x.owner is not None:
+        scratch |= {"nonfinite_rows": (1, s.C, 1), "owner_prev": pltpu.VMEM((1, 1, s.p * s.C), jnp.int32)}
+    return launch_of(x, static, outputs, _turns_kernel if static.chunks > 1 else _fwd_kernel, scratch)
+
+
+def buffers(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the state, if no output holds it, and the arrays that the first stage leaves for the second."""
+    s, dtype, chunks = loads.heads_of(static, static.config.heads), x.k.dtype, static.chunks
+    n, lanes = chunks * s.heads // s.p, s.p * s.C
+    matrix, of_keys = (n, s.C, lanes), pltpu.VMEM((chunks * s.heads // s.group, s.C, s.K), dtype)
+    scratch: dict[str, Any] = {"start": matrix, "end": matrix, "keys": of_keys}
+    if "ht" not in outputs or "M" in outputs:
+        scratch["state"] = s.heads, s.K, s.map_lane + s.K if "M" in outputs else s.V
+    if "o" in outputs:
+        parts = 2 if dtype == jnp.bfloat16 else 1
+        scratch |= {"queries": of_keys, "scores": pltpu.VMEM((n, s.C, parts * lanes), dtype)}
+    if x.A_inv is None:
+        scratch |= {"A": matrix, "blocks": (n, inverse.first_block_rows(s.C), lanes)}
+    return scratch
+
+
+def launch_of(
+    x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Callable, scratch: dict[str, Any],
+    stages: int = 2, reads_v: int | None = 1, reads_A_inv: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the launch of a forward, the arguments of `launcher.launch`.
 
     Args:
       x: operands. With A_inv, of an earlier launch, the inverse is not computed again.
       static: the static description.
-      outputs: which of "o", "ht", "h", "v_new_over_beta", "A_inv", "pool_out".
+      outputs: which of "o", "ht", "h", "v_new_over_beta", "A_inv", "pool_out", "M".
+      body: the body of the kernel, called with the Refs, the static description and the heads of a grid step.
+      scratch: the buffers.
+      stages: the stages of a grid step.
+      reads_v, reads_A_inv: the stages that read v, or None, and A_inv.
 
     Returns:
       The arguments. The launch gives a dict of these outputs: o, laid out and typed as v; ht, the final states
-      [N, HV, K, V] float32, undefined for empty sequences; and h, v_new_over_beta, A_inv and pool_out as in `Operands`.
-      The pool is updated in place.
+      [N, HV, K, V], and M, the matrices [N, HV, K, K] that take a state through all tokens, both float32 and undefined
+      for empty sequences; and h, v_new_over_beta, A_inv and pool_out as in `Operands`. The pool is updated in place.
     """
-    B, HV, spans, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
-    turns = chunks_in_turn(x, static)
-    static, each = static.in_spans_of(turns), (turns,) if turns > 1 else ()
-    cur, prev = (chunk_loop.blocks(static, stage, 2) for stage in range(2))
-    n, keys, with_output, multi_sequence = s.heads // s.p, s.heads // s.group, "o" in outputs, x.owner is not None
-    key, value, state = cur.tokens(keys * s.K), prev.tokens(s.heads * s.V), prev.state(s.heads, s.K, s.V)
-    matrix, gate = (n, s.C, s.p * s.C), cur.values(s.heads)
-    slot, unread = (s.heads, *(() if x.pool is None else x.pool.shape[2:])), interleaved.first(x.q)
-    available: dict[str, Any] = {
-        "o": (value, x.v.shape, dtype),
-        "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-        "h": (prev.per_chunk(s.heads, s.K, s.V), (B, spans, HV, s.K, s.V), dtype),
-        "v_new_over_beta": (value, x.v.shape, jnp.float32),
-        "A_inv": (prev.per_chunk(*matrix), (B, spans, HV // s.p, *matrix[1:]), jnp.float32),
-    }
-    if x.pool is not None:
-        available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
-    # The state, and the arrays that a grid step leaves for the next one.
-    of_heads, of_keys = (*each, *matrix), pltpu.VMEM((*each, keys, s.C, s.K), dtype)
-    scratch: dict[str, Any] = {"start": of_heads, "end": of_heads, "k_prev": of_keys}
-    if turns > 1:
-        scratch |= {"g_late": (s.C, s.heads), "beta_late": (s.C, s.heads)}
-    if "ht" not in outputs:
-        scratch["state"] = s.heads, s.K, s.V
-    if multi_sequence:
-        scratch |= {"nonfinite_rows": (1, s.C, 1), "owner_prev": pltpu.VMEM((1, 1, s.p * s.C), jnp.int32)}
-    if with_output:
-        parts = 2 if dtype == jnp.bfloat16 else 1
-        scratch["q_prev"] = of_keys
-        scratch["scores"] = pltpu.VMEM((*each, n, s.C, parts * s.p * s.C), dtype)
-    if x.A_inv is None:
-        scratch |= {"A": of_heads, "blocks": (*each, n, inverse.first_block_rows(s.C), s.p * s.C)}
+    B, HV, s, dtype = static.B, static.HV, loads.heads_of(static, static.config.heads), x.k.dtype
+    NT = static.spans * static.chunks if static.varlen else -(-static.T // static.C)
+    cuts = [chunk_loop.blocks(static, stage, stages) for stage in range(stages)]
+    first, second, last, matrix = *cuts[:2], cuts[-1], (s.heads // s.p, s.C, s.p * s.C)
+    state, gate, with_output = last.state(s.heads, s.K, s.V), first.values(s.heads), "o" in outputs
+    key, values = first.tokens(s.heads // s.group * s.K), [cut.tokens(s.heads * s.V) for cut in cuts]
+    slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
+
+    def read(name: str, array: Any, spec: pl.BlockSpec | None) -> dict[str, Any]:
+        """Return an operand by its name.
+
+        If it is not read, a block of it stays an operand, so that vmap over it alone gives all results the same batch
+        axis.
+        """
+        unread = interleaved.first(array)
+        return {f"unread_{name}": (unread, first.unread(unread))} if spec is None else {name: (array, spec)}
+
     estimate = config.cost if with_output else config.states_cost
     return dict(
-        body=functools.partial(_turns_kernel if turns > 1 else _fwd_kernel, static=static, s=s),
-        refs=GdnFwdRefs,
+        body=functools.partial(body, static=static, s=s),
+        refs=GdnRefs,
         name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'summary' if 'ht' in outputs else 'states'}_c{s.C}",
-        # One more grid step, because the state goes through a chunk one grid step after the chunk is prepared.
-        grid=(B, HV // s.heads, x.spans(static) + 1),
+        # More grid steps, because the state goes through a chunk one or two grid steps after the chunk is prepared.
+        grid=(B, HV // s.heads, x.spans(static) + stages - 1),
         tables={"table": x.table},
         inputs={
-            # If q is not read, one block of it stays an operand, so that vmap over q alone gives all results the same
-            # batch axis.
-            "q" if with_output else "unread": (x.q, key) if with_output else (unread, cur.unread(unread)),
+            **read("q", x.q, key if with_output else None),
             "k": (x.k, key),
-            "v": (x.v, value),
+            **read("v", x.v, None if reads_v is None else values[reads_v]),
             "g": (x.g, gate),
             "beta": (x.beta, gate),
             "initial_state": (x.initial_state, state),
-            "owner": (x.owner, cur.owner(s.p * s.C)),
-            "pool": (x.pool, prev.state(*slot)),
-            "A_inv": (x.A_inv, prev.per_chunk(*matrix)),
+            "owner": (x.owner, first.owner(s.p * s.C)),
+            **({} if "owner_prev" in scratch else {"owner_prev": (x.owner, last.owner(s.p * s.C))}),
+            "pool": (x.pool, last.state(*slot)),
+            "A_inv": (x.A_inv, cuts[reads_A_inv].per_chunk(*matrix)),
         },
-        outputs=available,
+        outputs=({} if x.pool is None else {"pool_out": (last.target(*slot), x.pool.shape, x.pool.dtype)})
+        | {
+            "o": (values[-1], x.v.shape, dtype),
+            "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
+            "h": (last.per_chunk(s.heads, s.K, s.V), (B, NT, HV, s.K, s.V), dtype),
+            "v_new_over_beta": (values[-1], x.v.shape, jnp.float32),
+            "A_inv": (second.per_chunk(*matrix), (B, NT, HV // s.p, *matrix[1:]), jnp.float32),
+            "M": (last.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
+        },
         requested=outputs,
         like={"o": x.q},
         scratch=scratch,

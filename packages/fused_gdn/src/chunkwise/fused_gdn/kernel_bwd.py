@@ -7,45 +7,20 @@ states, were not finite.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import config, loads, tile, tile_bwd
+from chunkwise.fused_gdn.operands import GdnRefs
 from chunkwise.shared.kernels import matmul, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, layout, nonfinite, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 
-class GdnBwdRefs(NamedTuple):
-    """The Refs of the backward, all of one chunk, or of the chunks of a grid step.
-
-    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
-    """
-
-    table: jax.Ref  # of `chunk_spans`
-    q: jax.Ref  # [C, keys K]
-    k: jax.Ref  # [C, keys K]
-    g: jax.Ref  # [C, heads]
-    beta: jax.Ref  # [C, heads]
-    A_inv: jax.Ref  # [n, C, p C]
-    do: jax.Ref  # [C, heads V]
-    owner: jax.Ref  # int32 [1, 1, p C]
-    h: jax.Ref  # [heads, K, V]
-    v_new_over_beta: jax.Ref  # [C, heads V]
-    dht: jax.Ref  # [heads, K, V]
-    dq: jax.Ref  # [C, keys K]
-    dk: jax.Ref  # [C, keys K]
-    dv: jax.Ref  # [C, heads V]
-    dg: jax.Ref  # [C, heads]
-    dbeta: jax.Ref  # [C, heads]
-    dh0: jax.Ref  # [heads, K, V]
-    dstate: jax.Ref  # float32 [heads, K, V]; the Ref dh0, if that is requested
-
-
-def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _bwd_kernel(refs: GdnRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through a chunk; the last chunk comes first."""
     chunk_loop.run_backward(
         refs,
@@ -58,14 +33,14 @@ def _bwd_kernel(refs: GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None
     )
 
 
-def not_finite(refs: GdnBwdRefs, s: tile.Heads, at: slice = slice(None)) -> jax.Array:
+def not_finite(refs: GdnRefs, s: tile.Heads, at: slice = slice(None)) -> jax.Array:
     """Return which rows of the chunk, which has the rows `at` of the blocks, are not finite, float32 [1, C, 1]."""
     values = (layout.load_heads(ref, s.V, at=at) for ref in (refs.do, refs.v_new_over_beta) if ref is not None)
     tokens = loads.tokens_not_finite(refs, s, refs.q, refs.k, at=at)
     return jnp.maximum(tokens, nonfinite.rows_not_finite(*values))
 
 
-def _grid_step(refs: GdnBwdRefs, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
+def _grid_step(refs: GdnRefs, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
     """Run a grid step."""
     valid, masks = chunk.valid, chunk.masks
     q, k, g, beta, of_rounding = loads.load_chunk(refs, valid, s, static)
@@ -90,7 +65,7 @@ def _grid_step(refs: GdnBwdRefs, chunk: stage_chunks.StageChunk, static: FusedSt
         store(refs, gradients, chunk, static, s)
 
 
-def store(refs: GdnBwdRefs, gradients, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
+def store(refs: GdnRefs, gradients, chunk: stage_chunks.StageChunk, static: FusedStatic, s: tile.Heads) -> None:
     """Store the gradients of the tokens of a chunk that `tile_bwd.token_gradients` returns."""
     dq, dk, dv, later, earlier, crossing, dbeta = gradients
     valid, masks, at = chunk.valid, chunk.masks, chunk.rows(s.C)
@@ -133,7 +108,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Calla
     estimate = config.cost if of_tokens else config.states_cost
     return dict(
         body=functools.partial(body, static=static, s=s),
-        refs=GdnBwdRefs,
+        refs=GdnRefs,
         name=f"chunk_gated_delta_rule_{'bwd' if of_tokens else 'bwd_state'}_c{s.C}",
         grid=(static.B, HV // s.heads, static.spans),
         tables={"table": x.table},

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.fused_gdn import kernel_bwd, loads, tile, tile_bwd
+from chunkwise.fused_gdn.operands import GdnRefs
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
@@ -57,7 +58,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str
     return kernel_bwd.plan(x.in_spans_of(static), static, outputs, _kernel)
 
 
-def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _kernel(refs: GdnRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the gradient of the state back through the chunks of a grid step."""
     results = refs.dq, refs.dk, refs.dv, refs.dg, refs.dbeta
     chunk_loop.run_backward_chunks(
@@ -70,7 +71,7 @@ def _kernel(refs: kernel_bwd.GdnBwdRefs, *, static: FusedStatic, s: tile.Heads) 
 
 
 def _grid_step(
-    refs: kernel_bwd.GdnBwdRefs, chunks: list[stage_chunks.StageChunk], static: FusedStatic, s: tile.Heads
+    refs: GdnRefs, chunks: list[stage_chunks.StageChunk], static: FusedStatic, s: tile.Heads
 ) -> list[stage_chunks.StageChunk]:
     """Run a grid step on its chunks, and return them as `chunk_loop.run_backward_chunks` asks."""
     loaded = [loads.load_chunk(refs, chunk.valid, s, static, chunk.rows(s.C)) for chunk in chunks]

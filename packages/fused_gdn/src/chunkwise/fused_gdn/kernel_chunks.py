@@ -19,7 +19,7 @@ A span is several chunks of a row that is one sequence, or of a packed sequence:
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import config, kernel, loads, tile
-from chunkwise.shared.kernels import interleaved, inverse, matmul, packed
+from chunkwise.fused_gdn import kernel, loads, tile
+from chunkwise.fused_gdn.operands import GdnRefs
+from chunkwise.shared.kernels import inverse, matmul, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
@@ -38,58 +39,13 @@ PREPARED, INVERTED, FINISHED, PASSED = 4, 16, 4, 8
 FEW = 4
 
 
-class GdnChunksRefs(NamedTuple):
-    """The Refs of the forward of several chunks a grid step, `rows` = chunks C tokens.
-
-    A Ref that a launch lacks is None. heads are the value heads of a grid step, keys their key heads, and n the packs
-    of the heads of all its chunks.
-    """
-
-    table: jax.Ref  # of `chunk_spans`
-    q: jax.Ref  # [rows, keys K] of the first stage
-    k: jax.Ref  # [rows, keys K] of the first stage
-    v: jax.Ref  # [rows, heads V] of the third stage
-    g: jax.Ref  # [rows, heads] of the first stage
-    beta: jax.Ref  # [rows, heads] of the first stage
-    unread_q: jax.Ref  # an operand that is not read
-    unread_v: jax.Ref  # an operand that is not read
-    initial_state: jax.Ref  # [heads, K, V]
-    owner: jax.Ref  # int32 [chunks, 1, p C] of the first stage
-    owner_prev: jax.Ref  # int32 [chunks, 1, p C] of the third stage
-    pool: jax.Ref  # [heads, K, V], not padded
-    A_inv: jax.Ref  # [chunks, packs of a chunk, C, p C] of the first stage
-    o: jax.Ref  # [rows, heads V] of the third stage
-    ht: jax.Ref  # [heads, K, V]
-    h: jax.Ref  # [chunks, heads, K, V] of the third stage
-    v_new_over_beta: jax.Ref  # [rows, heads V] of the third stage
-    A_inv_out: jax.Ref  # [chunks, packs of a chunk, C, p C] of the second stage
-    M: jax.Ref  # [heads, K, K]
-    pool_out: jax.Ref  # [heads, K, V], not padded
-    state: jax.Ref  # float32 [heads, K, V], or with M [heads, K, lanes of V + K]; or the Ref ht
-    # What the first stage leaves for the second.
-    start: jax.Ref  # float32 [n, C, p C], decays from the start of a chunk
-    end: jax.Ref  # float32 [n, C, p C], decays to its end, times beta
-    keys: jax.Ref  # [chunks keys, C, K]
-    queries: jax.Ref  # [chunks keys, C, K]
-    scores: jax.Ref  # parts of P, [n, C, parts p C]
-    A: jax.Ref  # float32 [n, C, p C]
-    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
-    # What the second stage leaves for the third, or the first one where A_inv is read.
-    start_prev: jax.Ref  # as start
-    keys_prev: jax.Ref  # as keys
-    queries_prev: jax.Ref  # as queries
-    left: jax.Ref  # parts of L, [n, rows of L, parts p C]
-    # For all stages but the last, float32 [stages, chunks, C, 1], rows of k, g and beta that are not finite.
-    nonfinite_rows: jax.Ref
-
-
 def takes(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
     # Masks cost more than 16 heads gain.
     return static.in_long_spans().chunks > 1 and (x.owner is None or static.config.heads < 16)
 
 
-def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _kernel(refs: GdnRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
     stages = 1 + (refs.A_inv is None) + (refs.left is not None)
     body = functools.partial(_grid_step, static=static, s=s)
@@ -105,7 +61,7 @@ def _kernel(refs: GdnChunksRefs, *, static: FusedStatic, s: tile.Heads) -> None:
 
 
 def _grid_step(
-    refs: GdnChunksRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
+    refs: GdnRefs, of_stages: list[list[stage_chunks.StageChunk]], static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run all stages of a grid step on their chunks."""
     inverts, passes = refs.A_inv is None, refs.state is not None
@@ -143,7 +99,7 @@ def _grid_step(
             refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.map_lane :]
 
 
-def _load_chunks(refs: GdnChunksRefs, chunks: list[stage_chunks.StageChunk], s: tile.Heads, static: FusedStatic):
+def _load_chunks(refs: GdnRefs, chunks: list[stage_chunks.StageChunk], s: tile.Heads, static: FusedStatic):
     """Load the chunks of a grid step: q (or None) and k [chunks keys, C, K]; g and beta [C, chunks heads] float32."""
     each = [loads.load_chunk(refs, chunk.valid, s, static, chunk.rows(s.C))[:4] for chunk in chunks]
     q, k, g, beta = zip(*each, strict=True)
@@ -156,7 +112,7 @@ def _load_chunks(refs: GdnChunksRefs, chunks: list[stage_chunks.StageChunk], s: 
 
 
 def _prepare(
-    refs: GdnChunksRefs, q, k, g, beta, chunks: list[stage_chunks.StageChunk], s: tile.Heads, parts: list[tile.Heads],
+    refs: GdnRefs, q, k, g, beta, chunks: list[stage_chunks.StageChunk], s: tile.Heads, parts: list[tile.Heads],
     static: FusedStatic, staged: dict,
 ) -> Iterator[None]:  # fmt: skip
     """Add to `staged` what the second stage needs of the heads of all chunks, those of one of the parts at a time."""
@@ -169,7 +125,7 @@ def _prepare(
         yield
 
 
-def _invert(refs: GdnChunksRefs, heads: tile.Heads, dtype, inverses: dict) -> Iterator[None]:
+def _invert(refs: GdnRefs, heads: tile.Heads, dtype, inverses: dict) -> Iterator[None]:
     """Leave A_inv of some heads in `inverses`, by these heads."""
     count = 2 if dtype == jnp.bfloat16 else 3
     for A_inv in inverse.block_doubling(refs.blocks[heads.packs_at], refs.A[heads.packs_at], count):
@@ -185,7 +141,7 @@ def _together(each: list[Iterator]) -> Iterator[None]:
         yield
 
 
-def _finish(refs: GdnChunksRefs, every: tile.Heads, inverting: Iterator, inverses: dict, lefts: dict) -> Iterator[None]:
+def _finish(refs: GdnRefs, every: tile.Heads, inverting: Iterator, inverses: dict, lefts: dict) -> Iterator[None]:
     """Leave L in `lefts`, some heads at a time, once the inverse is whole."""
     schedule.finish(inverting)
     for part in every.split(FINISHED):
@@ -197,7 +153,7 @@ def _finish(refs: GdnChunksRefs, every: tile.Heads, inverting: Iterator, inverse
         yield
 
 
-def _read_inverses(refs: GdnChunksRefs, chunks: list, k, staged: dict, lefts: dict) -> Iterator[None]:
+def _read_inverses(refs: GdnRefs, chunks: list, k, staged: dict, lefts: dict) -> Iterator[None]:
     """Leave L in `lefts` from the inverses that an earlier launch has made, for heads that are prepared."""
     A_inv = stage_chunks.load_each(refs.A_inv, chunks)  # [n, C, p C]
     while len(lefts) < len(staged):
@@ -208,7 +164,7 @@ def _read_inverses(refs: GdnChunksRefs, chunks: list, k, staged: dict, lefts: di
         yield
 
 
-def left_of_values(refs: GdnChunksRefs, scores, A_inv, A_end, k, part: tile.Heads) -> jax.Array:
+def left_of_values(refs: GdnRefs, scores, A_inv, A_end, k, part: tile.Heads) -> jax.Array:
     """Return the rows of L that are requested, [P A_inv; A_inv; K^T A_end] of every head, packed, as parts.
 
     Args:
@@ -230,7 +186,7 @@ def left_of_values(refs: GdnChunksRefs, scores, A_inv, A_end, k, part: tile.Head
 
 
 def _pass_chunks(
-    refs: GdnChunksRefs, chunks: list[stage_chunks.StageChunk], part: tile.Heads, s: tile.Heads, static: FusedStatic
+    refs: GdnRefs, chunks: list[stage_chunks.StageChunk], part: tile.Heads, s: tile.Heads, static: FusedStatic
 ) -> Iterator[None]:
     """Write the outputs of some heads, and take their states through the chunks, one by one."""
     for chunk in chunks:
@@ -260,7 +216,7 @@ def _pass_chunks(
         yield
 
 
-def _state_before(refs: GdnChunksRefs, chunk: stage_chunks.StageChunk, part: tile.Heads) -> jax.Array:
+def _state_before(refs: GdnRefs, chunk: stage_chunks.StageChunk, part: tile.Heads) -> jax.Array:
     """Return the states of some heads before a chunk; M, which begins with the identity, is beside them."""
     if refs.M is None or chunk.index:
         return chunk_loop.load_state(refs, chunk, part.values_at)
@@ -272,7 +228,7 @@ def _state_before(refs: GdnChunksRefs, chunk: stage_chunks.StageChunk, part: til
     return packed.beside([before, M])[..., : S.shape[2]]
 
 
-def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
+def _hand_on(refs: GdnRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
     """Store what the next grid step reads, last, because this one reads there what the one before stored."""
     if refs.A_inv_out is not None:
         n = refs.A_inv_out.shape[1]
@@ -292,7 +248,7 @@ def _hand_on(refs: GdnChunksRefs, q, k, staged: dict, inverses: dict, lefts: dic
         _store(refs, values, part.packs_at)
 
 
-def _store(refs: GdnChunksRefs, values: dict[str, Any], at: object = ...) -> None:
+def _store(refs: GdnRefs, values: dict[str, Any], at: object = ...) -> None:
     """Store arrays in the Refs of their names that the launch has."""
     for name, x in values.items():
         if getattr(refs, name) is not None:
@@ -300,71 +256,19 @@ def _store(refs: GdnChunksRefs, values: dict[str, Any], at: object = ...) -> Non
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-    """Return the launch of the forward; the arguments and the result are as in `kernel.plan`, for what `takes` says."""
-    B, HV, s, dtype = static.B, static.HV, loads.heads_of(static, static.config.heads), x.k.dtype
-    NT = static.spans * static.chunks
+    """Return the launch of the forward, as `kernel.launch_of` does, for what `takes` says."""
     static = static.in_long_spans()
-    x, chunks = x.in_spans_of(static), static.chunks
-    slot = s.heads, *(() if x.pool is None else x.pool.shape[2:])
-    with_output, inverts, passes = "o" in outputs, x.A_inv is None, {*outputs} != {"A_inv"}
-    count = 1 + inverts + passes
-    first, second, last = (chunk_loop.blocks(static, stage, count) for stage in (0, 1, count - 1))
-    n, keys, parts = s.heads // s.p, s.heads // s.group, 2 if dtype == jnp.bfloat16 else 1
-    unread_q, unread_v = interleaved.first(x.q), interleaved.first(x.v)
-    key, value, gate = first.tokens(keys * s.K), last.tokens(s.heads * s.V), first.values(s.heads)
-    state, lanes, inverses = last.state(s.heads, s.K, s.V), s.p * s.C, (n, s.C, s.p * s.C)
-    matrix, of_keys = (chunks * n, s.C, lanes), pltpu.VMEM((chunks * keys, s.C, s.K), dtype)
-    scratch: dict[str, Any] = {}
-    if inverts:
-        scratch |= {"A": matrix, "blocks": (chunks * n, inverse.first_block_rows(s.C), lanes)}
-    if inverts and passes:
-        scratch |= {"start": matrix, "end": matrix, "keys": of_keys}
-    if inverts and with_output:
-        scratch |= {"queries": of_keys, "scores": pltpu.VMEM((chunks * n, s.C, parts * lanes), dtype)}
+    x, C, inverts, passes = x.in_spans_of(static), static.C, x.A_inv is None, {*outputs} != {"A_inv"}
+    stages, scratch = 1 + inverts + passes, kernel.buffers(x, static, outputs)
+    handed = {name: scratch[name] for name in ("start", "keys", "queries") if name in scratch}
+    matrix, dtype = scratch["start"], x.k.dtype
+    if not (inverts and passes):  # the inverse has no stage of its own, or is all that is requested
+        scratch = {name: y for name, y in scratch.items() if name in (("state",) if passes else ("A", "blocks"))}
     if passes:
-        rows = s.C * (with_output + ("v_new_over_beta" in outputs)) + s.K
-        scratch |= {"start_prev": matrix, "keys_prev": of_keys}
-        scratch["left"] = pltpu.VMEM((chunks * n, rows, parts * lanes), dtype)
-    if with_output:
-        scratch["queries_prev"] = of_keys
-    if passes and ("ht" not in outputs or "M" in outputs):
-        scratch["state"] = s.heads, s.K, s.map_lane + s.K if "M" in outputs else s.V
+        rows = C * (("o" in outputs) + ("v_new_over_beta" in outputs)) + static.K
+        scratch |= {f"{name}_prev": y for name, y in handed.items()}
+        parts = 2 if dtype == jnp.bfloat16 else 1
+        scratch["left"] = pltpu.VMEM((matrix[0], rows, parts * matrix[2]), dtype)
     if x.owner is not None:
-        scratch["nonfinite_rows"] = max(1, count - 1), chunks, s.C, 1
-    estimate = config.cost if with_output else config.states_cost
-    return dict(
-        body=functools.partial(_kernel, static=static, s=s),
-        refs=GdnChunksRefs,
-        name=f"chunk_gated_delta_rule_{'fwd' if with_output else 'summary' if 'ht' in outputs else 'states'}_c{s.C}",
-        # More grid steps, because the last stage has chunks one or two grid steps after they are prepared.
-        grid=(B, HV // s.heads, x.spans(static) + count - 1),
-        tables={"table": x.table},
-        inputs={
-            # Without q and v, a block of them stays an operand, so that vmap over one of them alone gives all results
-            # the same batch axis.
-            "q" if with_output else "unread_q": (x.q, key) if with_output else (unread_q, first.unread(unread_q)),
-            "k": (x.k, key),
-            "v" if passes else "unread_v": (x.v, value) if passes else (unread_v, first.unread(unread_v)),
-            "g": (x.g, gate),
-            "beta": (x.beta, gate),
-            "initial_state": (x.initial_state, state),
-            "owner": (x.owner, first.owner(lanes)),
-            "owner_prev": (x.owner, last.owner(lanes)),
-            "pool": (x.pool, last.state(*slot)),
-            "A_inv": (x.A_inv, first.per_chunk(*inverses)),
-        },
-        outputs=({} if x.pool is None else {"pool_out": (last.target(*slot), x.pool.shape, x.pool.dtype)})
-        | {
-            "o": (value, x.v.shape, dtype),
-            "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-            "h": (last.per_chunk(s.heads, s.K, s.V), (B, NT, HV, s.K, s.V), dtype),
-            "v_new_over_beta": (value, x.v.shape, jnp.float32),
-            "A_inv": (second.per_chunk(*inverses), (B, NT, HV // s.p, s.C, lanes), jnp.float32),
-            "M": (last.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
-        },
-        requested=outputs,
-        like={"o": x.q},
-        scratch=scratch,
-        in_place={} if x.pool is None else {"pool": "pool_out"},
-        cost_estimate=estimate(**static.sizes(), itemsize=dtype.itemsize),
-    )
+        scratch["nonfinite_rows"] = max(1, stages - 1), static.chunks, C, 1
+    return kernel.launch_of(x, static, outputs, _kernel, scratch, stages, stages - 1 if passes else None, 0)

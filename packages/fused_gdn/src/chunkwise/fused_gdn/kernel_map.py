@@ -18,7 +18,7 @@ goes from the first chunk to the second one, and an order puts products of one b
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,48 +26,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.fused_gdn import config, kernel, loads, tile
+from chunkwise.fused_gdn import kernel, loads, tile
+from chunkwise.fused_gdn.operands import GdnRefs
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels import inverse, matmul, packed, tiles
 from chunkwise.shared.kernels.spans import chunk_loop, chunk_spans, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import FusedStatic, Operands
 
 
-class GdnMapRefs(NamedTuple):
-    """The Refs of the map, for three chunks: cur, which is prepared; inverted; and prev, through which the state goes.
-
-    A Ref that a launch lacks is None. heads are the value heads of a grid step, n their packs and keys their key heads.
-    """
-
-    table: jax.Ref  # of `chunk_spans`
-    k: jax.Ref  # [C, keys K] of cur
-    v: jax.Ref  # [C, heads V] of inverted
-    g: jax.Ref  # [C, heads] of cur
-    beta: jax.Ref  # [C, heads] of cur
-    initial_state: jax.Ref  # [heads, K, V]
-    owner: jax.Ref  # int32 [1, 1, p C] of cur
-    ht: jax.Ref  # [heads, K, V]
-    A_inv: jax.Ref  # [n, C, p C] of inverted
-    M: jax.Ref  # [heads, K, K]
-    state: jax.Ref  # float32 [heads, K, lanes of V + K]
-    A: jax.Ref  # float32 [n, C, p C]; below the diagonal, A_inv is the inverse of I + A
-    blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
-    end: jax.Ref  # float32 [n, C, p C], decays to the end of inverted, times beta
-    start: jax.Ref  # float32 [n, 1, p C], decays from the start of inverted
-    last: jax.Ref  # float32 [n, 1, p C], the decay over inverted
-    last_prev: jax.Ref  # float32 [n, 1, p C]
-    k_inverted: jax.Ref  # [keys, C, K]
-    k_prev: jax.Ref  # [keys, C, K]
-    u: jax.Ref  # float32 [heads, C, V] of prev
-    w: jax.Ref  # [heads, C, K] of prev
-    nonfinite_k: jax.Ref  # float32 [1, C, 1], rows of inverted that are not finite, without a look at v
-    nonfinite_v: jax.Ref  # float32 [1, C, 1], rows of prev that are not finite
-    owner_inverted: jax.Ref  # int32 [1, 1, p C]
-    owner_prev: jax.Ref  # int32 [1, 1, p C]
-    q: jax.Ref
-
-
-def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None:
+def _map_kernel(refs: GdnRefs, *, static: FusedStatic, s: tile.Heads) -> None:
     """Take the state through the chunk prev, multiply the chunk inverted by its A_inv, and prepare the chunk cur."""
     spans = *_, prev = chunk_loop.current_spans(refs.table, 3, static)
 
@@ -89,27 +56,20 @@ def _map_kernel(refs: GdnMapRefs, *, static: FusedStatic, s: tile.Heads) -> None
         refs.ht[...], refs.M[...] = refs.state[:, :, : s.V], refs.state[:, :, s.map_lane :]
 
 
-# Where a grid step has two chunks, these Refs have the tokens of both, or an entry for each.
-_TOKENS = "k", "v", "g", "beta"
-_ENTRIES = "A_inv", "A", "blocks", "end", "start", "last", "last_prev", "k_inverted", "k_prev", "u", "w"
-
-
 def parts_of(s: tile.Heads) -> tuple[int, int]:
     """Return how many times heads take the state on, and how many times heads are prepared for each of them."""
     stages = s.split(kernel.STAGE)
     return len(stages), len(stages[0].split(kernel.STAGE // 2))
 
 
-def _two_chunks(refs: GdnMapRefs, static: FusedStatic, s: tile.Heads) -> None:
+def _two_chunks(refs: GdnRefs, static: FusedStatic, s: tile.Heads) -> None:
     """Run the stages of a grid step of two chunks; those of the second chunk have capital letters in the order.
 
     What the stages of a chunk prepare is stored at once, so an order must not prepare heads before "a" has read what is
     stored of them. And the state of these heads must be through the first chunk before it enters the second one.
     """
     stages, keys = {}, []
-    for index in range(2):
-        places = dict.fromkeys(_TOKENS, slice(index * s.C, (index + 1) * s.C)) | dict.fromkeys(_ENTRIES, index)
-        own = layout.view(refs, places)
+    for index, own in enumerate(loads.of_chunks(refs, s, static.chunks)):
         _, k, g, beta, _ = loads.load_chunk(own, None, s, static)
         each = _stages(own, k, g, beta, None, None, functools.partial(store, own), s)
         keys.append((own, k))
@@ -124,14 +84,15 @@ def _two_chunks(refs: GdnMapRefs, static: FusedStatic, s: tile.Heads) -> None:
 
 
 def _grid_step(
-    refs: GdnMapRefs, spans: list[chunk_spans.Span], rows: stage_chunks.Rows, static: FusedStatic, s: tile.Heads
+    refs: GdnRefs, spans: list[chunk_spans.Span], rows: stage_chunks.Rows, static: FusedStatic, s: tile.Heads
 ) -> None:
     """Run the stages of a grid step of one chunk, in the variant for these rows of the three chunks."""
-    owners = refs.owner, refs.owner_inverted, refs.owner_prev
+    owners = refs.owner, refs.owner_second, refs.owner_prev
     cur, inverted, prev = (stage_chunks.stage_chunk(span, rows, s.C, x) for span, x in zip(spans, owners, strict=True))
     cur = cur.isolate(functools.partial(loads.tokens_not_finite, refs, s, refs.k), stages=3)
-    inverted = inverted.isolate(lambda: jnp.maximum(refs.nonfinite_k[...], loads.values_not_finite(refs, s)), stages=3)
-    prev = prev.isolate(lambda: refs.nonfinite_v[...], (refs.state, prev.carried), stages=3)
+    not_finite = lambda: jnp.maximum(refs.nonfinite_rows[...], loads.values_not_finite(refs, s))
+    inverted = inverted.isolate(not_finite, stages=3)
+    prev = prev.isolate(lambda: refs.nonfinite_prev[...], (refs.state, prev.carried), stages=3)
     (_, k, g, beta, _), prepared = loads.load_chunk(refs, cur.valid, s, static), []
     stages = _stages(refs, k, g, beta, cur.masks, inverted.valid, lambda *x: prepared.append(x), s)
     n, parts = parts_of(s)
@@ -139,18 +100,18 @@ def _grid_step(
     schedule.interleave(tuning.find_order("chunkwise.fused_gdn", "map", (s.heads, s.C, s.K), order), **stages)
     prev.poison((), (refs.state, prev.ending))
     if rows is stage_chunks.Rows.MIXED:
-        refs.nonfinite_k[...], refs.nonfinite_v[...] = cur.nonfinite_rows, inverted.nonfinite_rows
+        refs.nonfinite_rows[...], refs.nonfinite_prev[...] = cur.nonfinite_rows, inverted.nonfinite_rows
     # The next grid steps read these from scratch memory. They are stored last, because this grid step reads there the
     # arrays of earlier chunks.
     if refs.owner is not None:
-        refs.owner_prev[...], refs.owner_inverted[...] = refs.owner_inverted[...], refs.owner[...]
+        refs.owner_prev[...], refs.owner_second[...] = refs.owner_second[...], refs.owner[...]
     hand_on(refs, k)
     for x in prepared:
         store(refs, *x)
 
 
 def _stages(
-    refs: GdnMapRefs, k, g, beta, masks, valid, keep: Callable[[tile.Heads, dict[str, jax.Array]], None], s: tile.Heads
+    refs: GdnRefs, k, g, beta, masks, valid, keep: Callable[[tile.Heads, dict[str, jax.Array]], None], s: tile.Heads
 ) -> dict[str, Iterator[None]]:
     """Return the stages of a grid step, or of one of its two chunks, by their letters in an order.
 
@@ -210,25 +171,25 @@ def prepare(k, gates: tile.Gates, part: tile.Heads, masks) -> dict[str, jax.Arra
     }
 
 
-def store(refs: GdnMapRefs, part: tile.Heads, values: dict[str, jax.Array]) -> None:
+def store(refs: GdnRefs, part: tile.Heads, values: dict[str, jax.Array]) -> None:
     """Store what `prepare` returns."""
     for name, x in values.items():
         getattr(refs, name)[part.packs_at] = x
 
 
-def hand_on(refs: GdnMapRefs, k) -> None:
+def hand_on(refs: GdnRefs, k) -> None:
     """Store the keys for the next grid step; all stages may share a key head, so none reads it in this one."""
-    refs.k_prev[...] = refs.k_inverted[...]
-    refs.k_inverted[...] = k
+    refs.keys_prev[...] = refs.keys[...]
+    refs.keys[...] = k
 
 
-def apply_inverse(refs: GdnMapRefs, A_inv, valid, part: tile.Heads) -> None:
+def apply_inverse(refs: GdnRefs, A_inv, valid, part: tile.Heads) -> None:
     """Compute and store what takes the state of some heads through the chunk inverted, and store their A_inv."""
-    refs.A_inv[part.packs_at] = A_inv = A_inv[part.packs_at]  # [n, C, p C]
+    refs.A_inv_out[part.packs_at] = A_inv = A_inv[part.packs_at]  # [n, C, p C]
     refs.last_prev[part.packs_at] = refs.last[part.packs_at]
     dtype, A_inv = refs.k.dtype, refs.end[part.packs_at] * A_inv
     v = layout.load_heads(refs.v, part.V, part.values_at, valid)  # [heads, C, V]
-    k = refs.k_inverted[part.keys_at]
+    k = refs.keys[part.keys_at]
     k = jnp.stack([k[i // part.group] for i in range(part.heads)])  # [heads, C, K]
     by_start = A_inv * -refs.start[part.packs_at]
     refs.u[part.values_at] = packed.multiply_packed(
@@ -238,7 +199,7 @@ def apply_inverse(refs: GdnMapRefs, A_inv, valid, part: tile.Heads) -> None:
     refs.w[part.values_at] = w.astype(dtype)
 
 
-def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
+def pass_chunk(refs: GdnRefs, part: tile.Heads) -> Iterator[None]:
     """Take the state through prev, in two products that wait for one another."""
     first, S = part.map_lane, refs.state[part.values_at]  # [heads, K, channels]
     products = matmul.dot(refs.w[part.values_at], S.astype(refs.w.dtype))  # [heads, C, channels]
@@ -246,68 +207,17 @@ def pass_chunk(refs: GdnMapRefs, part: tile.Heads) -> Iterator[None]:
     valued = products[:, :, :first] + packed.whole(refs.u[part.values_at])
     products = packed.concat_lanes([valued, products[:, :, first:]])
     last = tile.head_columns(refs.last_prev[part.packs_at], part, S.shape[2])  # [heads, 1, channels]
-    refs.state[part.values_at] = last * S + tile.write_state(refs.k_prev[part.keys_at], products, part)
+    refs.state[part.values_at] = last * S + tile.write_state(refs.keys_prev[part.keys_at], products, part)
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-    """Return the launch of the kernel.
-
-    Args:
-      x: operands; q is not read.
-      static: the static description.
-      outputs: "ht" and "A_inv", with or without "M".
-
-    Returns:
-      The arguments of `launcher.launch`, which gives a dict of these outputs: ht, the final states [N, HV, K, V], and M
-      [N, HV, K, K], both float32 and undefined for empty sequences; and A_inv as in `Operands`.
-    """
-    B, HV, chunks, s, dtype = static.B, static.HV, static.spans, loads.heads_of(static, static.config.heads), x.k.dtype
-    two = kernel.chunks_in_turn(x, static) == 2
-    static, each = static.in_spans_of(1 + two), (2,) * two
-    cur, inverted, prev = (chunk_loop.blocks(static, stage, 3) for stage in range(3))
-    n, keys, width = s.heads // s.p, s.heads // s.group, s.p * s.C
-    matrix, row = (n, s.C, width), (*each, n, 1, width)
-    operand_k = pltpu.VMEM((*each, keys, s.C, s.K), dtype)
-    # The state, and the arrays that a grid step leaves for the next ones.
-    scratch: dict[str, Any] = {
-        "state": (s.heads, s.K, s.map_lane + s.K),
-        "A": (*each, *matrix),
-        "blocks": (*each, n, inverse.first_block_rows(s.C), width),
-        "end": (*each, *matrix),
-        "start": row,
-        "last": row,
-        "last_prev": row,
-        "k_inverted": operand_k,
-        "k_prev": operand_k,
-        "u": (*each, s.heads, s.C, s.V),
-        "w": pltpu.VMEM((*each, s.heads, s.C, s.K), dtype),
-    }
+    """Return the launch of the kernel, as `kernel.launch_of` does, for the outputs "ht", "M" and "A_inv"."""
+    static = static.in_spans_of(2 if kernel.chunks_in_turn(x, static) == 2 else 1)
+    s, scratch, chunks = loads.heads_of(static, static.config.heads), kernel.buffers(x, static, outputs), static.chunks
+    row = chunks * s.heads // s.p, 1, s.p * s.C
+    scratch |= {"start": row, "last": row, "last_prev": row, "keys_prev": scratch["keys"]}
+    scratch |= {"u": (chunks * s.heads, s.C, s.V), "w": pltpu.VMEM((chunks * s.heads, s.C, s.K), x.k.dtype)}
     if x.owner is not None:
-        owners = pltpu.VMEM((1, 1, width), jnp.int32)
-        scratch |= {"nonfinite_k": (1, s.C, 1), "nonfinite_v": (1, s.C, 1)}
-        scratch |= {"owner_inverted": owners, "owner_prev": owners}
-    state = prev.state(s.heads, s.K, s.V)
-    return dict(
-        body=functools.partial(_map_kernel, static=static, s=s),
-        refs=GdnMapRefs,
-        name=f"chunk_gated_delta_rule_summary_c{s.C}",
-        # Two more grid steps, because the state goes through a chunk two grid steps after the chunk is prepared.
-        grid=(B, HV // s.heads, static.spans + 2),
-        tables={"table": x.table},
-        inputs={
-            "k": (x.k, cur.tokens(keys * s.K)),
-            "v": (x.v, inverted.tokens(s.heads * s.V)),
-            "g": (x.g, cur.values(s.heads)),
-            "beta": (x.beta, cur.values(s.heads)),
-            "initial_state": (x.initial_state, state),
-            "owner": (x.owner, cur.owner(width)),
-        },
-        outputs={
-            "ht": (state, (static.N, HV, s.K, s.V), jnp.float32),
-            "A_inv": (inverted.per_chunk(*matrix), (B, chunks, HV // s.p, s.C, width), jnp.float32),
-            "M": (prev.state(s.heads, s.K, s.K), (static.N, HV, s.K, s.K), jnp.float32),
-        },
-        requested=outputs,
-        scratch=scratch,
-        cost_estimate=config.states_cost(**static.sizes() | {"V": s.V + s.K}, itemsize=dtype.itemsize),
-    )
+        owners = dict.fromkeys(("owner_second", "owner_prev"), pltpu.VMEM((1, 1, s.p * s.C), jnp.int32))
+        scratch |= owners | dict.fromkeys(("nonfinite_rows", "nonfinite_prev"), (1, s.C, 1))
+    return kernel.launch_of(x, static, outputs, _map_kernel, scratch, stages=3)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.fused_gdn import tile
+from chunkwise.fused_gdn.operands import GdnRefs
 from chunkwise.shared.kernels import tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.operands import FusedStatic
@@ -15,6 +16,21 @@ from chunkwise.shared.kernels.spans.operands import FusedStatic
 def heads_of(static: FusedStatic, heads: int) -> tile.Heads:
     """Return the `Heads` of `heads` value heads of a grid step."""
     return tile.Heads(static.C, static.K, static.V, heads, static.group, static.p)
+
+
+def of_chunks(refs: GdnRefs, s: tile.Heads, chunks: int) -> list[GdnRefs]:
+    """Return the Refs of every chunk of a grid step of several chunks."""
+    tokens = "q", "k", "v", "g", "beta", "o", "v_new_over_beta"
+    packs = "start", "end", "scores", "A", "blocks", "last", "last_prev"
+
+    def of_chunk(i: int) -> GdnRefs:
+        each = lambda count: slice(i * count, (i + 1) * count)
+        at: dict[str, Any] = dict.fromkeys(tokens, each(s.C)) | dict.fromkeys(packs, each(s.heads // s.p))
+        at |= dict.fromkeys(("keys", "queries", "keys_prev"), each(s.heads // s.group))
+        at |= dict.fromkeys(("u", "w"), each(s.heads)) | dict.fromkeys(("A_inv", "A_inv_out", "h"), i)
+        return layout.view(refs, at)
+
+    return [of_chunk(i) for i in range(chunks)]
 
 
 def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slice(None)) -> Any:

@@ -24,8 +24,10 @@ def check(x: Arguments, options: Options) -> None:
     checks.check_delta_rule(x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens)
 
 
-def config_for(x: Arguments, options: Options) -> config.Config:
-    """Return the tile sizes for these arguments, checked."""
+def config_for(x: Arguments, options: Options) -> config.Config | str:
+    """Return the tile sizes for these arguments, checked, or why the kernels do not take them."""
+    if too_many := fused.most_channels(x):
+        return too_many
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     K, V = packed.pad_channels(K), packed.pad_channels(V)
     sizes = options.config or config.default_for(H, HV, options.chunk_size, K, V)
@@ -109,6 +111,6 @@ KERNELS = fused.Kernels(
 OPERATOR = define(
     "gated_delta_rule",
     check,
-    fused.implementation(KERNELS, fused.most_channels, "use_qk_l2norm_in_kernel"),
+    fused.implementation(KERNELS, "use_qk_l2norm_in_kernel"),
     plain(xla.RULE, "use_qk_l2norm_in_kernel"),
 )

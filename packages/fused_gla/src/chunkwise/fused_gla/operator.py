@@ -8,7 +8,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import fused
-from chunkwise.shared.implementation.implementations import Implementation, plain, with_chunk_size
+from chunkwise.shared.implementation.implementations import Implementation, plain
 from chunkwise.shared.kernels import chunking, matmul, packed, tiles
 from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.operator import define
@@ -41,7 +41,7 @@ def _check_by_head(x: Arguments, options: Options) -> None:
 def _default_config(x: Arguments, options: Options) -> config.Config | None:
     """Return the tile sizes for these arguments, None if a head is too large for fast memory."""
     (_, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
-    C = with_chunk_size("fused", x, options).chunk_size
+    C = options.chunk_size
     itemsize = matmul.operand_dtype(x.q.dtype, x.k.dtype, x.v.dtype).itemsize
     return config.default_for(H, HV, K, V, C, chunking.num_chunks(T, C), itemsize, _per_channel(x))
 
@@ -50,21 +50,15 @@ def _per_channel(x: Arguments) -> bool:
     return x.g is not None and x.g.ndim == 4
 
 
-def limit(x: Arguments, options: Options) -> str | None:
-    """Return why the kernels do not take these arguments, forward and backward; None if they do."""
-    if options.config is not None or _default_config(x, options) is not None:
-        return None
-    return (
-        f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it than '
-        f'there is: use implementation="xla".'
-    )
-
-
-def config_for(x: Arguments, options: Options) -> config.Config:
-    """Return the tile sizes for these arguments, checked."""
+def config_for(x: Arguments, options: Options) -> config.Config | str:
+    """Return the tile sizes for these arguments, checked, or why the kernels do not take them in both directions."""
     H, HV = x.q.shape[2], x.v.shape[2]
     sizes = options.config or _default_config(x, options)
-    assert sizes is not None
+    if sizes is None:
+        return (
+            f'"fused" keeps the states of a head in VMEM; K = {x.q.shape[3]} and V = {x.v.shape[3]} need more of it '
+            f'than there is: use implementation="xla".'
+        )
     configs.check_blocks(sizes, H, HV, *map(packed.pad_channels, (x.q.shape[3], x.v.shape[3])))
     return sizes
 
@@ -138,11 +132,11 @@ KERNELS = fused.Kernels(
 
 
 def _implementations() -> tuple[Implementation, Implementation]:
-    return fused.implementation(KERNELS, limit), plain(xla.RULE)
+    return fused.implementation(KERNELS), plain(xla.RULE)
 
 
 GLA = define("gla", _check_by_channel, *_implementations(), gated=False)
 SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(), gated=False)
 # With weights, and outputs that are divided. There the gradient of states alone takes the whole backward.
-DIVIDED = fused.implementation(KERNELS, limit, "eps")._replace(at_once=True)
+DIVIDED = fused.implementation(KERNELS, "eps")._replace(at_once=True)
 DIVIDED_SIMPLE_GLA = define("simple_gla", _check_by_head, DIVIDED, plain(xla.RULE), gated=False)

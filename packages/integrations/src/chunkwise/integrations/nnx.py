@@ -17,6 +17,7 @@ from chunkwise.layers.devices import sharding
 from chunkwise.shared.call import checks, unknown_arguments
 
 __all__ = [
+    "Comba",
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
@@ -203,6 +204,11 @@ def _module(config: type[layers.LayerConfig]) -> Callable[[Kind], Kind]:
         return cls
 
     return decorate
+
+
+@_module(layers.CombaConfig)
+class Comba(_Layer):
+    """Comba, whose delta rule erases by a key of its own, as a module."""
 
 
 @_module(layers.GatedDeltaNetConfig)

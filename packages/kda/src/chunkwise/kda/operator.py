@@ -40,8 +40,10 @@ def check_options(options: Options) -> None:
     )
 
 
-def config_for(x: Arguments, options: Options) -> config.Config:
-    """Return the tile sizes for these arguments, checked."""
+def config_for(x: Arguments, options: Options) -> config.Config | str:
+    """Return the tile sizes for these arguments, checked, or why the kernels do not take them."""
+    if too_many := fused.most_channels(x):
+        return too_many
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     K, V = packed.pad_channels(K), packed.pad_channels(V)
     sizes = options.config or config.default_for(
@@ -160,6 +162,6 @@ def kernels(operator: str) -> fused.Kernels:
 OPERATOR = define(
     "kda",
     check,
-    fused.implementation(kernels("kda"), fused.most_channels, *OPTIONS, raw_gates=True),
+    fused.implementation(kernels("kda"), *OPTIONS, raw_gates=True),
     plain(xla.RULE, *OPTIONS),
 )

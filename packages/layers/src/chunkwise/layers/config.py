@@ -327,6 +327,21 @@ class GatedLinearAttentionConfig(LayerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class CombaConfig(LayerConfig):
+    """The sizes of `comba`.
+
+    Attributes:
+      output_gate: whether the norm has a gate.
+    """
+
+    output_gate: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check_flags(output_gate=self.output_gate)
+
+
+@dataclasses.dataclass(frozen=True)
 class MlstmLayerConfig(LayerConfig):
     """The sizes of `mlstm_layer`.
 

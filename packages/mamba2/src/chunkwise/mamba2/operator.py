@@ -29,13 +29,12 @@ LEAST_WEIGHT = 2.0**-100
 
 
 def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    x, options, implementation = signature.to_records(named | dict(q=named["C"], k=named["B"], v=named["x"], scale=1.0))
-    check(x, options, named)
+    x, options, implementation = checked(named)
     valid = _valid_tokens(x, options)
     dt, A = step_sizes(named, valid), jnp.asarray(named["A"], jnp.float32)
     skip = None if named["D"] is None else jnp.asarray(named["D"], jnp.float32)
     skip = skip if skip is None or skip.ndim == 2 else jnp.broadcast_to(skip[:, None], x.v.shape[2:])
-    x, z = x._replace(g=A[None, None] * dt, dt_bias=None), named["z"]
+    x, z = x._replace(g=A[None, None] * dt), named["z"]
     if form == "chunk" and _fused(x, options, implementation):
         # The gradient passes the maximum: the kernels have that of a log, which is as small as the weight.
         weight = dt + lax.stop_gradient(jnp.maximum(dt, LEAST_WEIGHT) - dt)
@@ -88,8 +87,9 @@ def _valid_tokens(x: Arguments, options: Options) -> jax.Array | None:
     return chunking.valid_tokens(ends, x.segment_ids, T)
 
 
-def check(x: Arguments, options: Options, named: dict[str, Any]) -> None:
-    """Check the tensors of a call, by the names that the user has for them."""
+def checked(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:
+    """Return the records of a call, without gates; its tensors are checked by the names that the user has for them."""
+    x, options, implementation = signature.to_records(named | dict(q=named["C"], k=named["B"], v=named["x"], scale=1.0))
     B, T, H, K = checks.check_array("B", x.k, "B T H K")
     checks.check_array("C", x.q, "B T H K", (B, T, H, K))
     HV, V = checks.check_array("x", x.v, "B T HV V", (B, T, None, None))[2:]
@@ -111,3 +111,4 @@ def check(x: Arguments, options: Options, named: dict[str, Any]) -> None:
     checks.check(ordered, f"`dt_limit` must be two numbers, 0 <= least <= most; got {checks.shown(limit)}.")
     checks.check_packed(x.cu_seqlens, B)
     configs.check_config(options.config, config)
+    return x._replace(dt_bias=None), options, implementation

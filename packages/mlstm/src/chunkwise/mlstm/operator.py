@@ -77,11 +77,8 @@ def check(named: dict[str, Any]) -> tuple[Arguments, Options]:
     (B, T, HV, V), K, state, eps = x.v.shape, x.q.shape[3], named["initial_state"], named["eps"]
     for name in ("i", "f"):
         checks.check_array(name, named[name], "B T HV", (B, T, HV))
-    parts = state is None or (isinstance(state, tuple) and len(state) == 3)
-    checks.check(parts, f"`initial_state` must be None or an MlstmState (C, n, m); got {checks.shown(state)}.")
-    for y, (name, *tail) in zip(state or (), (("C", K, V), ("n", K), ("m",)), strict=False):
-        dims = ["N", "HV", "K", "V"][: 2 + len(tail)]
-        checks.check_array(f"initial_state.{name}", y, " ".join(dims), (x.num_states, HV, *tail))
+    sizes = dict(N=x.num_states, HV=HV, K=K, V=V)
+    checks.check_parts(state, MlstmState, sizes, C="N HV K V", n="N HV K", m="N HV")
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool) and 0 <= float(eps) < math.inf
     rule = f"`eps` must be a finite number of at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     checks.check(number, rule)

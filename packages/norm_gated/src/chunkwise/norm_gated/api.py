@@ -29,12 +29,13 @@ def rms_norm_gated(
     implementation: str | None = None,
     sharding: checks.Sharding | None = None,
     config: tiles.Config | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
     """Return the RMSNorm of x over its last axis, times a gate.
 
         y = weight * x / sqrt(mean(x^2) + eps) * act(z)
 
-    Shapes: x, z, y [B, T, H, D], with any dimensions before D; weight [D].
+    Shapes: x, z, y [B, T, H, D], with any dimensions before D; weight [D], or [H, D].
 
         y = rms_norm_gated(x, z, weight)
 
@@ -48,7 +49,7 @@ def rms_norm_gated(
       x: [..., D], float32, bfloat16 or float16; computed in float32. Under "xla" entries may be as large as 1e30; the
         kernel squares them as they are, so there the mean of x^2 must not overflow in float32.
       z: the gate before its activation, of the shape of x and any of these types.
-      weight: [D], of any of these types.
+      weight: [D], or [H, D] with an entry for each channel of the last two dimensions of x; of any of these types.
       activation: "silu", "sigmoid" or None, with which z itself is the gate; static.
       norm_before_gate: whether x is normed before the gate multiplies it, or after; static. Qwen3-Next and Kimi-Linear
         do the first, Mamba-2 does the second.
@@ -59,6 +60,8 @@ def rms_norm_gated(
         static. With explicit axes the type of x says how. All dimensions but the last may be split; every device
         computes its part, and only the gradient of weight is a sum over devices.
       config: tile sizes of the kernels, for which "xla" is a NotImplementedError; None for the best.
+      in_place: whether the kernel may write y into the memory of x where it has no gradient; static. XLA copies an x
+        that is read again.
 
     Returns:
       y [..., D] in the type of x. x, z and weight have gradients under both implementations, over a mesh in reverse
@@ -74,7 +77,12 @@ def rms_norm_gated(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate comes from Gated Delta Networks
       (2024) and Mamba-2 (2024).
     """
-    return LayerPart(_layout(getattr(x, "ndim", 1)), _check, _run)(locals())[0]
+    return LayerPart(_layout(getattr(x, "ndim", 1), _by_group(x, weight)), _check, _run)(locals())[0]
+
+
+def _by_group(x, weight) -> bool:
+    """Return whether every group of channels of a row has a weight of its own."""
+    return getattr(weight, "ndim", 1) == 2 and getattr(x, "ndim", 1) > 1
 
 
 def _check(arrays: partition.Arrays, options: PartOptions) -> tuple[partition.Arrays, PartOptions]:
@@ -85,34 +93,38 @@ def _check(arrays: partition.Arrays, options: PartOptions) -> tuple[partition.Ar
     checks.check(all(shape), f"`x` must not be empty; got {shape}.")
     checks.check_floating("z", z, "[..., D]")
     checks.check(tuple(z.shape) == shape, f"`z` must have the shape of `x` {shape}; got {tuple(z.shape)}.")
-    checks.check_array("weight", arrays["weight"], "D", shape[-1:])
+    dims = "H D" if _by_group(x, arrays["weight"]) else "D"
+    checks.check_array("weight", arrays["weight"], dims, shape[-len(dims.split()) :])
     checks.check_activation(options.activation)
-    checks.check_flags(norm_before_gate=options.norm_before_gate)
+    checks.check_flags(norm_before_gate=options.norm_before_gate, in_place=options.in_place)
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
     checks.check(
         number and eps >= 0, f"`eps` must be a number, at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     )
     implementation = configs.choose_stage(options.implementation, options.config, tiles)
     if (config := options.config) is not None:
-        groups = _groups(shape)
+        groups = _groups(x, arrays["weight"])
         fits = config.strip % 16 == config.rows % config.strip == groups % config.groups == 0
         rule = f"a strip of a multiple of 16 rows, rows of whole strips, and a divisor of {groups} groups"
         checks.check(fits, f"`config` must have {rule}; got {config}.")
     return arrays, replace(options, implementation=implementation)
 
 
-def _groups(shape: tuple[int, ...]) -> int:
+def _groups(x, weight) -> int:
     """Return the groups of channels of a row: heads lie side by side, as projections produce them."""
-    return shape[-2] if len(shape) > 3 else 1
+    return x.shape[-2] if x.ndim > 3 or _by_group(x, weight) else 1
 
 
-def _layout(ndim: int) -> partition.Layout:
-    """Return how x may be split: along all dimensions but the last one, over which the mean is taken."""
+def _layout(ndim: int, by_group: bool) -> partition.Layout:
+    """Return how x may be split: along all dimensions but the last one, over which the mean is taken.
+
+    `by_group` says that the weight has the last two dimensions of x.
+    """
     letters = string.digits[: ndim - 1]
     return partition.Layout(
         leading="x",
         meanings={letter: f"a dimension {letter}" for letter in letters},
-        arguments={"x": letters, "z": letters, "weight": ""},
+        arguments={"x": letters, "z": letters, "weight": letters[-1:] if by_group else ""},
         results=(letters + ".",),
     )
 
@@ -124,9 +136,10 @@ def _run(arrays: partition.Arrays, options: PartOptions) -> Results:
     s = tile.NormStatic(x.shape[-1], options.activation, bool(options.norm_before_gate), float(options.eps))
     if options.implementation == "xla":
         return xla.norm(x, z, weight, s), None
-    groups = _groups(x.shape)
+    groups = _groups(x, weight)
     config = options.config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
-    lanes = jnp.tile(weight.astype(jnp.float32), groups)[None]  # [1, groups D]
+    lanes = weight.astype(jnp.float32)
+    lanes = lanes.reshape(1, -1) if lanes.ndim == 2 else jnp.tile(lanes, groups)[None]  # [1, groups D]
     rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
     rows, gates, lanes = derivatives.of_kernel("rms_norm_gated", (rows, gates, lanes))
-    return vjp.norm(rows, gates, lanes, s, config).reshape(x.shape), None
+    return vjp.norm(rows, gates, lanes, s, config, bool(options.in_place)).reshape(x.shape), None

@@ -82,6 +82,7 @@ def launch(
     s: tile.NormStatic,
     config: tiles.Config,
     dy: jax.Array | None = None,
+    in_place: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Run the forward kernel, or with dy the backward one.
 
@@ -90,6 +91,7 @@ def launch(
       weight: float32 [1, groups * D].
       s: the static description.
       config: tile sizes.
+      in_place: whether y takes the memory of x.
 
     Returns:
       A tuple. Forward: y, shaped and typed as x. Backward: dx and dz, shaped and typed as x and z, and dweight, float32
@@ -117,5 +119,6 @@ def launch(
         in_specs=[block, block, windows.along((1, lanes), None, 1), block][: len(operands)],
         out_specs=out_specs,
         out_shape=tuple(compat.out_struct(y.shape, y.dtype, *operands) for y in like),
+        input_output_aliases={0: 0} if in_place else None,
         cost_estimate=tiles.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
     )

@@ -8,17 +8,24 @@ import jax.numpy as jnp
 from chunkwise.norm_gated import config, kernel, tile
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic, config: config.Config) -> jax.Array:
-    """Return y for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D]."""
-    return kernel.launch(x, z, weight, s, config)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def norm(
+    x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic, config: config.Config, in_place: bool
+) -> jax.Array:
+    """Return y for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D].
+
+    The backward reads x, so that only without a gradient y may take its memory.
+    """
+    return kernel.launch(x, z, weight, s, config, in_place=in_place)[0]
 
 
-def _forward(x, z, weight, s, config):
+def _forward(x, z, weight, s, config, in_place):
+    del in_place
     return kernel.launch(x, z, weight, s, config)[0], (x, z, weight)
 
 
-def _backward(s, config, residuals, dy):
+def _backward(s, config, in_place, residuals, dy):
+    del in_place
     dx, dz, dweight = kernel.launch(*residuals, s, config, dy)
     return dx, dz, jnp.sum(dweight, axis=0, keepdims=True)
 

@@ -25,5 +25,5 @@ def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic) -> j
     scale = 1.0 / jnp.maximum(largest, jnp.float32(max(root, _LEAST)))
     y, root = y * scale, jnp.float32(root) * scale
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + root * root)
-    y = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape) * y
+    y = weight.astype(jnp.float32).reshape((1,) * (x.ndim - weight.ndim) + weight.shape) * y
     return (y * gate if s.norm_before_gate else y).astype(x.dtype)

@@ -1,5 +1,6 @@
 """Check the values of a training batch, for programs that shall raise an error where an operator cannot."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -11,6 +12,7 @@ from chunkwise.dplr import operator as dplr
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
+from chunkwise.mamba2 import operator as mamba2
 from chunkwise.mlstm import operator as mlstm
 from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, faults, gates, signature
@@ -24,14 +26,16 @@ _ROUNDING = 1e-5
 _CONSTANT = 1e-3
 # How many tokens with falling gates, and how many raw numbers between 0 and 1, are no accident.
 _SORTED, _UNSIGNED = 30, 32
+# The user's names of arguments that have other names in the record of an operator.
+_LOW_RANK, _OF_MAMBA2 = dict(g="gk", p="a", w="b"), dict(q="C", k="B", v="x")
 # From wrong entries to wrong entries outside of padding.
 Where = Callable[[jax.Array], jax.Array]
 
 
 def check_inputs(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: jax.Array | None = None,
+    k: jax.Array | None = None,
+    v: jax.Array | None = None,
     g: jax.Array | None = None,
     beta: jax.Array | None = None,
     *,
@@ -43,6 +47,15 @@ def check_inputs(
     gk: jax.Array | None = None,
     i: jax.Array | None = None,
     f: jax.Array | None = None,
+    x: jax.Array | None = None,
+    dt: jax.Array | None = None,
+    A: jax.Array | None = None,
+    B: jax.Array | None = None,
+    C: jax.Array | None = None,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     num_householder: int | None = None,
     initial_state: jax.Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -67,10 +80,10 @@ def check_inputs(
 
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
     w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, i and
-    f mLSTM, and g [B, T, HV, K] gates per channel. This function finds:
+    f mLSTM, x Mamba-2, and g [B, T, HV, K] gates per channel. This function finds:
 
     - numbers that are not finite, except gates of -inf, and raw forget gates of mLSTM of inf,
-    - gates above 0, such as a decay from 0 to 1 where its log belongs,
+    - gates and rates A above 0, such as a decay from 0 to 1 where its log belongs,
     - gates that fall from token to token in every sequence, as their cumulative sums do,
     - gates below `min_gate`, as logs to base 2 are if the gates of the model have a bound,
     - step sizes and erase gates out of their range, or after two sigmoids, and keys so long that a delta rule diverges,
@@ -85,6 +98,7 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
+      x, dt, A, B, C, D, z, dt_softplus, dt_limit: as in the operator.
       use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound: as in the operator.
       use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
@@ -100,24 +114,30 @@ def check_inputs(
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     named = locals() | dict(allow_neg_eigval=doubled)
+    names = _LOW_RANK if gk is not None else _OF_MAMBA2 if x is not None else {}
     if gk is not None:
         # The record has the keys a and b apart, as p and w, and the name of the gates differs.
         named |= dict(g=gk, p=a, w=b, b=None)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
     more: dict[str, jax.Array] = {}
-    if i is not None or f is not None:
-        x, options = mlstm.check(named | dict(eps=0.0))
+    if x is not None:
+        arrays, options, _ = mamba2.checked(named | dict(config=None))
+        arrays = _check_shared(arrays, arrays, options)
+        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
+    elif i is not None or f is not None:
+        arrays, options = mlstm.check(named | dict(eps=0.0))
         states = {} if initial_state is None else mlstm.MlstmState(*initial_state)._asdict()
         more = {name: y for name, y in dict(i=i, f=f).items() if y is not None} | states
     else:
-        x, options, _ = signature.to_records(named)
-        x = _check_types(x, options, gk is not None, num_householder)
+        arrays, options, _ = signature.to_records(named)
+        arrays = _check_types(arrays, options, gk is not None, num_householder)
 
     def find() -> Iterator[faults.Fault]:
-        yield from _find_faults(x, options, allow_neg_eigval, allow_padding, gk is not None)
-        yield from _of_mlstm(more, chunking.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1]))
+        yield from _find_faults(arrays, options, allow_neg_eigval, allow_padding, names)
+        valid = chunking.valid_tokens(arrays.cu_seqlens, arrays.segment_ids, arrays.q.shape[1])
+        yield from _of_mlstm(more, valid) if x is None else _of_mamba2(more, dt_softplus, valid)
 
-    faults.check_values((*x.arrays().values(), *more.values()), find)
+    faults.check_values((*arrays.arrays().values(), *more.values()), find)
 
 
 def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps: int | None) -> Arguments:
@@ -139,15 +159,20 @@ def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps
     else:
         per_channel = getattr(x.g, "ndim", 3) == 4
         (kda if per_channel else gdn).OPERATOR.check(x, options)
+    return _check_shared(x, view, options)
+
+
+def _check_shared(x: Arguments, view: Arguments, options: arguments.Options) -> Arguments:
+    """Check what all operators share, of arguments and of the `view` of them that their operator has; return them."""
     checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
     return arguments.check_shared(view, options)._replace(k=x.k, v=x.v)
 
 
 def _find_faults(
-    x: Arguments, options: arguments.Options, allow_neg_eigval: bool, allow_padding: bool, low_rank: bool
+    x: Arguments, options: arguments.Options, allow_neg_eigval: bool, allow_padding: bool, names: dict[str, str]
 ) -> Iterator[faults.Fault]:
-    """Yield the faults that the values of a batch may have; `low_rank` as in `_check_types`."""
-    T, raw, names = x.q.shape[1], options.activation, dict(g="gk", p="a", w="b") if low_rank else {}
+    """Yield the faults that the values of a batch may have; `names` has the user's names where others differ."""
+    T, raw = x.q.shape[1], options.activation
     if x.cu_seqlens is not None:
         yield from _boundaries(x.cu_seqlens, T, allow_padding)
     if x.segment_ids is not None:
@@ -169,7 +194,7 @@ def _find_faults(
         if options.min_gate is not None:
             yield from _bound(gate, x.g, options.min_gate, inside)
         yield _sums(gate, x.g, x, valid)
-    if low_rank:
+    if names is _LOW_RANK:
         yield from _transition(x, inside)
         return
     if x.g_gamma is not None:
@@ -205,6 +230,16 @@ def _of_mlstm(named: dict[str, jax.Array], valid: jax.Array | None) -> Iterator[
         rule = dict(i="a number below inf", f="a number", m="a number below inf").get(name, "finite")
         label = name if name in ("i", "f") else f"initial_state.{name}"
         yield faults.fault(wrong, y, f"`{label}` must be {rule}")
+
+
+def _of_mamba2(named: dict[str, jax.Array], raw: bool, valid: jax.Array | None) -> Iterator[faults.Fault]:
+    """Yield the faults of step sizes, which are `raw` before a softplus, rates, skips and gates of Mamba-2 by name."""
+    inside = lambda name, wrong: chunking.select_tokens(valid, wrong, False) if name in ("dt", "z") else wrong
+    for name, y in named.items():
+        yield faults.fault(inside(name, ~jnp.isfinite(y)), y, f"`{name}` must be finite")
+    yield faults.fault(named["A"] > 0, named["A"], "`A` must be at most 0, minus the rate of a decay")
+    if not raw and "dt_bias" not in named:
+        yield faults.fault(inside("dt", named["dt"] < 0), named["dt"], "`dt` must be at least 0 without `dt_softplus`")
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[faults.Fault]:

@@ -1,4 +1,4 @@
-"""The one table of the operators. A new operator is a package, and a line here."""
+"""The one table of the operators. A new operator is a package or a recipe, and a line here."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,14 +12,22 @@ from jax.experimental import pallas as pl
 
 from chunkwise.delta_product import chunk_gated_delta_product, recurrent_gated_delta_product
 from chunkwise.dplr import chunk_dplr_delta_rule, recurrent_dplr_delta_rule
-from chunkwise.fused_gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from chunkwise.fused_gdn import (
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
+    recurrent_delta_rule,
+    recurrent_gated_delta_rule,
+)
 from chunkwise.fused_gdn.config import cost as gdn_cost
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_gla, recurrent_simple_gla
 from chunkwise.fused_gla.config import cost as gla_cost
 from chunkwise.kda import chunk_kda, recurrent_kda
 from chunkwise.kda.config import cost as kda_cost
+from chunkwise.mamba2 import chunk_mamba2, recurrent_mamba2
 from chunkwise.mlstm import MlstmState, chunk_mlstm, recurrent_mlstm
+from chunkwise.recipes import hgrn2, mamba3, preconditioned, rwkv6
 from chunkwise.shared.testing import compare, definitions, inputs, oracle
+from chunkwise.shared.testing.definitions import Composition
 from chunkwise.two_keys import chunk_comba, chunk_gdn2, recurrent_comba, recurrent_gdn2
 from chunkwise.two_keys import cost as two_keys_cost
 
@@ -30,10 +38,8 @@ class Source(NamedTuple):
     Attributes:
       inputs: from B, T, H, HV, K, V to seeded inputs by name.
       reference: from inputs by name to o, the final states, and with cotangents the gradients, in float64.
-      static: static arguments that the inputs go with.
-      gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
-      smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
-        where all have one.
+      static, gradients, smooth: as in `Composition`.
+      values: the name of the input that is as large as the output.
     """
 
     inputs: Callable[..., dict[str, Any]]
@@ -41,6 +47,7 @@ class Source(NamedTuple):
     static: tuple[tuple[str, Any], ...] = ()
     gradients: tuple[tuple[str, float], ...] = ()
     smooth: Callable[..., np.ndarray] | None = None
+    values: str = "v"
 
     def tolerance(self, name: str, dtype: str) -> float:
         """Return the tolerance of a result or, named with a leading d, a gradient."""
@@ -59,7 +66,7 @@ class Entry:
       cost: its package's `cost`, a function of the sizes; None for the recurrent forms.
       erase: "gate" for a delta rule with erase and write gates b and w, "key" for a delta rule with erase keys p, and
         None otherwise.
-      composition: its source, if it runs another operator over other tokens; None otherwise.
+      composition: its record, if it runs another operator; None otherwise.
     """
 
     function: Callable
@@ -68,12 +75,14 @@ class Entry:
     implementations: tuple[str, ...]
     cost: Callable[..., pl.CostEstimate] | None = None
     erase: str | None = None
-    composition: Source | None = None
+    composition: Composition | None = None
 
     @property
     def source(self) -> Source:
         """Its inputs and its exact results."""
-        return self.composition or _recurrence(self.delta, self.gates, self.erase)
+        return (
+            _recurrence(self.delta, self.gates, self.erase) if self.composition is None else _source(self.composition)
+        )
 
     @property
     def static(self) -> Mapping[str, Any]:
@@ -118,9 +127,10 @@ def _recurrence(delta: bool, gates: str, erase: str | None) -> Source:
     return Source(make, define)
 
 
-def _of_tokens(cost: Callable[..., pl.CostEstimate], n: int) -> Callable[..., pl.CostEstimate]:
-    """Return the cost of an operator that runs an operator of this cost over n tokens for each."""
-    return lambda *, T, **sizes: cost(T=T * n, **sizes)
+@functools.cache
+def _source(x: Composition) -> Source:
+    """Return the source of an operator that runs another one, one object for both of its forms."""
+    return Source(x.inputs, x.reference, x.static, x.gradients, x.smooth, x.definition.values)
 
 
 def _mlstm_inputs(*sizes: int, **options) -> dict[str, Any]:
@@ -149,31 +159,50 @@ OPERATORS = {
     )
 }
 
-_PRODUCT = Source(
-    inputs.make_product_inputs,
-    functools.partial(definitions.reference, definitions.GATED_DELTA_PRODUCT),
-    (("num_householder", 2),),
-)
-_DPLR = Source(inputs.make_dplr_inputs, functools.partial(definitions.reference, definitions.DPLR_DELTA_RULE))
-_MLSTM = Source(
-    _mlstm_inputs,
-    functools.partial(definitions.reference, definitions.MLSTM),
-    gradients=tuple(compare.AMPLIFIED.items()),
-    smooth=definitions.has_mlstm_gradient,
-)
+# The best implementation of some is not a chain of stages.
+_FUSED = ("xla", "fused")
+COMPOSITIONS = (
+    Composition(
+        chunk_delta_rule, recurrent_delta_rule, "gated_delta_rule", definitions.DELTA_RULE, inputs.make_delta_inputs
+    ),
+    Composition(
+        chunk_gated_delta_product, recurrent_gated_delta_product, "gated_delta_rule", definitions.GATED_DELTA_PRODUCT,
+        inputs.make_product_inputs, tokens=2, static=(("num_householder", 2),),
+    ),
+    Composition(
+        chunk_dplr_delta_rule, recurrent_dplr_delta_rule, "kda", definitions.DPLR_DELTA_RULE, inputs.make_dplr_inputs,
+        tokens=2,
+    ),
+    Composition(
+        chunk_mamba2, recurrent_mamba2, "simple_gla", definitions.MAMBA2, inputs.make_mamba2_inputs,
+        static=(("dt_softplus", True),), implementations=_FUSED,
+    ),
+    Composition(
+        chunk_mlstm, recurrent_mlstm, "simple_gla", definitions.MLSTM, _mlstm_inputs, implementations=_FUSED,
+        gradients=tuple(compare.AMPLIFIED.items()), smooth=definitions.has_mlstm_gradient,
+    ),
+    hgrn2.RECIPE,
+    rwkv6.RECIPE,
+    mamba3.RECIPE,
+    preconditioned.BY_HEAD,
+    preconditioned.BY_CHANNEL,
+)  # fmt: skip
+"""The operators that run one of `OPERATORS` over other tokens or values; a new one is a line here."""
 
-COMPOSED = {
-    operator.name: operator
-    for operator in (
-        Entry(recurrent_gated_delta_product, True, "head", _RECURRENT, composition=_PRODUCT),
-        Entry(recurrent_dplr_delta_rule, True, "channel", _RECURRENT, composition=_DPLR),
-        Entry(recurrent_mlstm, False, "head", _RECURRENT, composition=_MLSTM),
-        Entry(chunk_gated_delta_product, True, "head", _CHUNK, _of_tokens(gdn_cost, 2), composition=_PRODUCT),
-        Entry(chunk_dplr_delta_rule, True, "channel", _CHUNK, _of_tokens(kda_cost, 2), composition=_DPLR),
-        Entry(chunk_mlstm, False, "head", _RECURRENT, gla_cost, composition=_MLSTM),
-    )
-}
-"""The operators that run one of `OPERATORS` over other tokens or values, for `chunkwise check` and the benchmarks."""
+
+def _entries(x: Composition) -> tuple[Entry, Entry]:
+    """Return the recurrent and the chunked operator of a composition, with what they have of the one that runs."""
+    base = OPERATORS[f"chunk_{x.runs}"]
+    cost = base.cost
+    assert cost is not None
+    of_tokens = lambda *, T, **sizes: cost(T=T * x.tokens, **sizes)
+    kind = base.delta, base.gates
+    recurrent = Entry(x.recurrent, *kind, _RECURRENT, composition=x)
+    return recurrent, Entry(x.chunk, *kind, x.implementations, of_tokens, composition=x)
+
+
+COMPOSED = {entry.name: entry for x in COMPOSITIONS for entry in _entries(x)}
+"""Their functions by name, for `chunkwise check`, the benchmarks and the pages."""
 
 CHUNKED = tuple(operator for operator in OPERATORS.values() if operator.chunked)
 RECURRENT = tuple(operator for operator in OPERATORS.values() if not operator.chunked)

@@ -17,7 +17,7 @@ from chunkwise.fused_gla import operator as gla_operators
 from chunkwise.kda import operator as kda
 from chunkwise.kkt import chunk_scaled_dot_kkt
 from chunkwise.shared.call.arguments import Arguments, Options
-from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax
+from chunkwise.shared.implementation.implementations import Implementation, in_plain_jax, with_chunk_size
 from chunkwise.shared.kernels import chunking, tiles
 from chunkwise.shared.operator import Operator, register
 from chunkwise.shared.plain import recurrence, state_map
@@ -148,4 +148,5 @@ def add_delta_rule(operator: Operator) -> None:
 
 def _register(operator: Operator, chain: Implementation, states) -> None:
     """Add a chain to an operator; `states` runs its stages up to the states."""
-    register(operator, chain._replace(chunk_states=lambda x, options: states(x, options)[-1][0]))
+    sizes = lambda x, options, states: with_chunk_size("staged", x, options)
+    register(operator, chain._replace(sizes=sizes, chunk_states=lambda x, options: states(x, options)[-1][0]))

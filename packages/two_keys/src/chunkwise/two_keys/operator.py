@@ -42,7 +42,7 @@ def define_rule(name: str, check, optional: tuple[str, ...] = (), erase_before_d
     return define(
         name,
         check,
-        fused.implementation(kernels, fused.most_channels, *_OPTIONS, raw_gates=True),
+        fused.implementation(kernels, *_OPTIONS, raw_gates=True),
         plain(xla.RULE, *_OPTIONS),
         erase_before_decay=erase_before_decay,
     )

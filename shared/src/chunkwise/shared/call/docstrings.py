@@ -21,7 +21,7 @@ Shapes: {shapes}; o [B, T, HV, V]; final_state [N, HV, K, V].
 
     o, final_state = {function}({arrays}, output_final_state=True)
 
-Value head n has key head n // (HV // H), and o reads the state after its update.
+Value head n has key head n // (HV // H).
 
 Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
 C chunk size, N sequences: B, or len(cu_seqlens) - 1.
@@ -94,7 +94,7 @@ Shapes: {shapes}; o [B, T, HV, V]; states [N, HV, K, V].
 
     o, states = {function}({arrays}, output_final_state=True)
 
-Value head n has key head n // (HV // H), and o reads the state after its update.
+Value head n has key head n // (HV // H).
 
 Dims: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K and V key and value dimensions,
 N sequences: B, or len(cu_seqlens) - 1.

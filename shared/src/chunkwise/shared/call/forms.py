@@ -29,6 +29,20 @@ class _OfAllForms(TypedDict, total=False):
     sharding: Sharding | None
 
 
+class Whole(_OfAllForms, total=False):
+    """The keyword arguments of the form over whole sequences of a recipe."""
+
+    cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
+    chunk_size: int | None
+
+
+class Tokens(_OfAllForms, total=False):
+    """The keyword arguments of the form for a few tokens of a recipe."""
+
+    cu_seqlens: jax.Array | None
+
+
 class Recurrent(_OfAllForms, total=False):
     """The keyword arguments of the form for a few tokens."""
 

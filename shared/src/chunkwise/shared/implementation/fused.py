@@ -38,7 +38,8 @@ class Kernels(NamedTuple):
     """The fused kernels of an operator, and the other things that differ between operators.
 
     Attributes:
-      config_for: from arguments and options to the tile sizes, which are `options.config` where it is given.
+      config_for: from arguments and options with a chunk size to the tile sizes, which are `options.config` where it is
+        given; or the sentence that says why the kernels do not take these arguments.
       static_for: from arguments, options with a config, and the names of the arguments whose gradients are requested to
         the static description of a launch, a `FusedStatic`.
       lay_out: from arguments, static, and whether the launch is a backward to the floating-point operands. It is linear
@@ -59,8 +60,8 @@ class Kernels(NamedTuple):
       several_chunks: whether a piece may have several chunks: up to `config.chunks`, and with a backward no more than
         `config.chunks_bwd`.
       owner_repeats: from static, how often the owners of the tokens of a chunk are repeated side by side.
-      for_states: from arguments and options to the options of the map and of the gradient of initial states alone. They
-        may say other chunks, unless there are `precomputed` results.
+      for_states: from arguments and options with a chunk size to those of the map and of the gradient of initial states
+        alone. They may say other chunks, unless there are `precomputed` results.
     """
 
     config_for: Callable[[Arguments, Options], Any]
@@ -102,7 +103,7 @@ def by_chunks(several: ModuleType, one: ModuleType) -> Launch:
     return launch
 
 
-def most_channels(x: Arguments, options: Options) -> str | None:
+def most_channels(x: Arguments) -> str | None:
     """Return why the kernels of a delta rule, which hold the states of a head whole, do not take x; None if they do."""
     if max(x.q.shape[3], x.v.shape[3]) <= state_map.MOST_CHANNELS:
         return None
@@ -112,40 +113,44 @@ def most_channels(x: Arguments, options: Options) -> str | None:
     )
 
 
-def implementation(
-    kernels: Kernels, limit: Callable[[Arguments, Options], str | None], *options: str, raw_gates: bool = False
-) -> Implementation:
+def implementation(kernels: Kernels, *options: str, raw_gates: bool = False) -> Implementation:
     """Return the implementation of an operator by its kernels.
 
     Args:
       kernels: the kernels.
-      limit: says why they do not take arguments, see `Implementation`.
       *options: the names of the options that they read, beside tile sizes.
       raw_gates: whether they take raw gates, see `Implementation`.
     """
     of = lambda function: functools.partial(function, kernels)
-
-    def limit_of_pool(x: Arguments, options: Options) -> str | None:
-        # No TPU loads float16. The states are the first array of a pool.
-        if x.slots is not None and jax.tree.leaves(x.initial_state)[0].dtype == jnp.float16:
-            return '"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".'
-        return limit(x, options) or _limit_of_table(kernels, x, options)
-
     return Implementation(
         "fused", of(run), of(map_states), of(state_gradient), pooled=of(run_pooled),
-        options=frozenset({"config", *options}), limit=limit_of_pool, raw_gates=raw_gates, interleaves=True,
+        options=frozenset({"config", *options}), sizes=of(_sizes), raw_gates=raw_gates, interleaves=True,
         knows_segments=True,
     )  # fmt: skip
+
+
+def _sizes(kernels: Kernels, x: Arguments, options: Options, states: bool) -> Options | str:
+    """Return options with the sizes of chunks and tiles, or why the kernels do not take x, see `Implementation`."""
+    # No TPU loads float16. The states are the first array of a pool.
+    if x.slots is not None and jax.tree.leaves(x.initial_state)[0].dtype == jnp.float16:
+        return '"fused" takes pools of float32 and bfloat16; got float16; use implementation="xla".'
+    options = with_chunk_size("fused", x, options)
+    options = kernels.for_states(x, options) if states else options
+    config = kernels.config_for(x, options)
+    if isinstance(config, str):
+        return config
+    options = options._replace(config=config)
+    return _limit_of_table(kernels, x, options) or options
 
 
 def _limit_of_table(kernels: Kernels, x: Arguments, options: Options) -> str | None:
     """Return why scalar memory has no room for the table of spans; None if it has."""
     if x.cu_seqlens is None and x.segment_ids is None:
         return None
-    (B, T), options = x.q.shape[:2], with_chunk_size("fused", x, options)
+    B, T = x.q.shape[:2]
     if x.cu_seqlens is None or not (x.with_state or options.output_final_state):
         return chunk_spans.limit_of_chunks(B, T, options.chunk_size)
-    static = kernels.static_for(x, options._replace(config=kernels.config_for(x, options)), frozenset())
+    static = kernels.static_for(x, options, frozenset())
     blocks = x.slots is not None and x.slots.block_state_indices is not None
     return chunk_spans.limit_of_pieces(
         T, static.chunks * static.C, x.num_states, options.block_size if blocks else None
@@ -156,7 +161,6 @@ def _limit_of_table(kernels: Kernels, x: Arguments, options: Options) -> str | N
 def run(kernels: Kernels, x: Arguments, options: Options, precomputed: dict[str, jax.Array] | None = None):
     """Return the output [B, T, HV, V] and the final states [N, HV, K, V], None unless asked for."""
     x = interleaved.unless_fitting(x, options.chunk_size)
-    options = options._replace(config=kernels.config_for(x, options))
     scale = x.scale
     o, states = _attend(kernels, options, *_vary_alike((x._replace(scale=None), precomputed or {})))
     return launcher.scaled(o, scale), states
@@ -309,7 +313,6 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
-    options = options._replace(config=kernels.config_for(x, options))
     scale, pool, x = x.scale, pools.as_they_lie(x.initial_state), x._replace(scale=None, initial_state=None)
     static = _in_pieces(kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True)
     table, count = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)
@@ -321,8 +324,6 @@ def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.R
 
 def map_states(kernels: Kernels, x: Arguments, options: Options, with_M: bool) -> state_map.Found:
     """Return the map that the tokens apply to a state, and results that a later forward need not compute again."""
-    options = kernels.for_states(x, options)
-    options = options._replace(config=kernels.config_for(x, options))
     makes_map = kernels.makes_map(x, options)
     if x.beta is None or makes_map:
         N, M, precomputed = _launch_states(kernels, x, options, with_M and makes_map)
@@ -361,8 +362,7 @@ def state_gradient(
     dstates: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """Return the gradient of the initial states alone, from the cotangents of `run`."""
-    options = kernels.for_states(x, options)
-    options = options._replace(config=kernels.config_for(x, options), output_final_state=True)
+    options = options._replace(output_final_state=True)
     do, x = launcher.scaled(do, x.scale), x._replace(scale=None)
     static = kernels.static_for(x, options, frozenset(Arguments._fields))
     operands = _operands(kernels, x, static, _spans(kernels, x, static), True, **precomputed or {})

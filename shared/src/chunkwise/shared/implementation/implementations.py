@@ -43,8 +43,8 @@ class Implementation(NamedTuple):
         `pooled`.
       options: the names of the fields of `Options` that it reads, beside those that all implementations read. A call
         that sets another one gets an error, or for `implementation=None` another implementation.
-      limit: from arguments and options to the sentence that says why it does not take arguments of these sizes and
-        types, None if it does.
+      sizes: from arguments, options, and whether only states are wanted, to the options with the sizes of chunks and
+        tiles; or the sentence that says why it does not take arguments of these sizes and types.
       raw_gates: whether it takes raw gates per channel and their law, and erase and write gates; the others get decays,
         and erase keys and values of every value head, see `arguments.with_final_gates`.
       best_here: returns whether it is the best one on this machine, for calls that it takes; None where the order of
@@ -62,7 +62,7 @@ class Implementation(NamedTuple):
     pooled: Callable[[Arguments, Options, Any], tuple[jax.Array, jax.Array]] | None = None
     chunk_states: Callable[[Arguments, Options], jax.Array] | None = None
     options: frozenset[str] = frozenset()
-    limit: Callable[[Arguments, Options], str | None] = lambda x, options: None
+    sizes: Callable[[Arguments, Options, bool], Options | str] = lambda x, options, states: options
     raw_gates: bool = False
     knows_segments: bool = False
     interleaves: bool = False
@@ -74,10 +74,28 @@ class Implementation(NamedTuple):
         values = {name: value for name, value in options._asdict().items() if name not in known}
         return [name for name, value in values.items() if value is not None and value != getattr(default, name)]
 
-    def check_limit(self, x: Arguments, options: Options) -> None:
-        """Raise NotImplementedError where it does not take arguments of these sizes and types."""
-        if (limit := self.limit(x, options)) is not None:
-            raise NotImplementedError(limit)
+    def takes(self, x: Arguments, options: Options) -> bool:
+        """Return whether it reads the options that are set, and takes arguments of these sizes and types."""
+        return not self.unread(options) and not isinstance(self.sizes(x, options, False), str)
+
+
+class Plan(NamedTuple):
+    """How a call is computed, chosen once: an implementation, and options with the sizes of chunks and tiles."""
+
+    implementation: Implementation
+    options: Options
+
+
+def plan(implementation: Implementation, x: Arguments, options: Options, states: bool = False) -> Plan:
+    """Return how an implementation computes a call, or with `states` the map and the gradient of its states alone.
+
+    Raises:
+      NotImplementedError: it does not take arguments of these sizes and types.
+    """
+    chosen = implementation.sizes(x, options, states)
+    if isinstance(chosen, str):
+        raise NotImplementedError(chosen)
+    return Plan(implementation, chosen)
 
 
 def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, options: Options) -> Implementation:
@@ -100,12 +118,11 @@ def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, op
     if asked is None and open_ is not None:
         asked = "xla"
     if asked is None:
-        takes = lambda each: not each.unread(options) and each.limit(x, options) is None
         for_here = (name for name, each in known.items() if each.best_here is not None and each.best_here())
-        asked = next((name for name in for_here if takes(known[name])), None)
+        asked = next((name for name in for_here if known[name].takes(x, options)), None)
     if asked is None:
         able = [name for name, each in known.items() if not each.unread(options) and each.best_here is None]
-        best = next((name for name in able if known[name].limit(x, options) is None), "xla")
+        best = next((name for name in able if known[name].takes(x, options)), "xla")
         name = checks.choose_implementation(None, tuple(known), best)
         # Plain JAX is the best where there is no TPU, unless it does not read an option.
         asked = name if name in able else best
@@ -173,28 +190,25 @@ def plain(rule: chunks.Rule, *options: str) -> Implementation:
 
 
 def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
-    """Return options with the chunk size that was asked for, or else the best one for an implementation or "gpu"."""
+    """Return options with the chunk size that was asked for, or else the best one for an implementation or "gpu".
+
+    Plain JAX asks when it runs, because its chunk size is the platform's.
+    """
     per_channel, state = x.g is not None and x.g.ndim == 4, 0 if x.beta is not None else x.k.shape[3] * x.v.shape[3]
     chunk_size = checks.choose_chunk_size(options.chunk_size, name, x.q.shape[1], per_channel=per_channel, state=state)
     return options._replace(chunk_size=chunk_size)
 
 
-def prepare(implementation: Implementation, x: Arguments, options: Options) -> tuple[Arguments, Options]:
-    """Return the arguments and options that an implementation takes: with a scale, a chunk size, and final gates.
-
-    Plain JAX chooses a chunk size itself, by the platform.
-    """
-    implementation.check_limit(x, options)
-    chosen = with_chunk_size(implementation.name, x, options)
-    x, options = arguments.choose_scale(x, options if implementation.name == "xla" else chosen)
-    return arguments.with_final_gates(x, options, implementation.raw_gates)
+def prepare(plan: Plan, x: Arguments) -> tuple[Arguments, Options]:
+    """Return the arguments and options that an implementation takes: with a scale and final gates."""
+    return arguments.with_final_gates(*arguments.choose_scale(x, plan.options), plan.implementation.raw_gates)
 
 
-def run(implementation: Implementation, x: Arguments, options: Options, precomputed: object = None):
-    """Run an implementation on the arguments of a user: the output and the final states, None unless asked for."""
-    dtype = x.v.dtype
+def run(plan: Plan, x: Arguments, precomputed: object = None):
+    """Compute the call of a user: the output and the final states, None unless asked for."""
+    implementation, dtype = plan.implementation, x.v.dtype
     x = x if implementation.interleaves else interleaved.whole(x)
-    x, options = prepare(implementation, x, options)
+    x, options = prepare(plan, x)
     if x.segment_ids is None or implementation.knows_segments:
         o, states = implementation.run(x, options, precomputed)
     else:
@@ -205,28 +219,21 @@ def run(implementation: Implementation, x: Arguments, options: Options, precompu
     return o if x.p is None else o.astype(dtype), states
 
 
-def map_states(implementation: Implementation, x: Arguments, options: Options, with_M: bool = True) -> Found:
+def map_states(plan: Plan, x: Arguments, with_M: bool = True) -> Found:
     """Return the map that a user's tokens apply to a state, with M or without, and what is precomputed."""
-    if implementation.state_map is None:
-        return map_by_running(lambda x: run(implementation, x, options), x, with_M)
-    x, options = prepare(implementation, x, options)
-    if x.segment_ids is None or implementation.knows_segments:
-        return implementation.state_map(x, options, with_M)
+    find = plan.implementation.state_map
+    if find is None:
+        return map_by_running(lambda x: run(plan, x), x, with_M)
+    x, options = prepare(plan, x)
+    if x.segment_ids is None or plan.implementation.knows_segments:
+        return find(x, options, with_M)
     options = options._replace(min_gate=None)
-    find = implementation.state_map
     return segments.map_segments(lambda x: find(x, options, with_M), x)
 
 
-def state_gradient(
-    implementation: Implementation,
-    x: Arguments,
-    options: Options,
-    precomputed: object,
-    do: jax.Array,
-    dstates: jax.Array,
-) -> jax.Array:
+def state_gradient(plan: Plan, x: Arguments, precomputed: object, do: jax.Array, dstates: jax.Array) -> jax.Array:
     """Return the gradient of the initial states alone, from the cotangents of `run`."""
-    if implementation.state_gradient is not None:
-        return implementation.state_gradient(*prepare(implementation, x, options), precomputed, do, dstates)
-    of_state = lambda S: run(implementation, x._replace(initial_state=S), options, precomputed)
+    if plan.implementation.state_gradient is not None:
+        return plan.implementation.state_gradient(*prepare(plan, x), precomputed, do, dstates)
+    of_state = lambda S: run(plan, x._replace(initial_state=S), precomputed)
     return jax.vjp(of_state, x.initial_state)[1]((do, dstates))[0]

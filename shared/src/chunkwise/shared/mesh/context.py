@@ -188,6 +188,7 @@ def run_context(
         shape = x.cu_seqlens.shape[0] - 1, x.v.shape[2], x.q.shape[3], x.channels
         x = x._replace(initial_state=jnp.zeros(shape, jnp.float32))
     x, part = _local(x, axis)
+    plan, plan_of_states = (implementations.plan(implementation, x, options, states) for states in (False, True))
     arrays, part = compat.vary_over(compat.varying_axes(*x.arrays().values()).union(axis), (x.arrays(), part))
     start = arrays.pop("initial_state") if x.initial_state is not None and part.first is None else None
     if start is not None:
@@ -204,9 +205,7 @@ def run_context(
         """Return M of this device, the state before it, and the `precomputed` of its map."""
         y = x.with_arrays(floats | fixed)
         with_M, start = affine_scan.needs_M(axis), _map_start(part, S, y.initial_state, axis)
-        found, precomputed = implementations.map_states(
-            implementation, y._replace(initial_state=start), options, with_M
-        )
+        found, precomputed = implementations.map_states(plan_of_states, y._replace(initial_state=start), with_M)
         M = None
         if with_M:
             M = checkpoint_name(_decay(y, part) if found.M is None else _exit(part, found.M), MAP_NAME)
@@ -215,9 +214,7 @@ def run_context(
 
     def forward(floats, start, fixed, part):
         M, S, precomputed = state_before(floats, start, fixed, part)
-        run = lambda floats, S: implementations.run(
-            implementation, entering(floats, S, fixed, part), options, precomputed
-        )
+        run = lambda floats, S: implementations.run(plan, entering(floats, S, fixed, part), precomputed)
         results, pull = jax.vjp(run, floats, S)
         return results, (M, S, precomputed, pull, floats, fixed, part)
 
@@ -228,7 +225,7 @@ def run_context(
             dN = pull((do, dstates))[1]
         else:
             y = entering(floats, S, fixed, part)
-            dentry = implementations.state_gradient(implementation, y, options, precomputed, do, dstates)
+            dentry = implementations.state_gradient(plan_of_states, y, precomputed, do, dstates)
             states = floats.get("initial_state")
             dN = jax.vjp(lambda S: _entry(part, S, states), S)[1](dentry)[0]
         back = affine_scan.AffineMap(affine_scan.transposed(M), dN, _passing(part))
@@ -243,7 +240,7 @@ def run_context(
     def call(floats, start, fixed, part):
         # This does not call `forward`, because without gradients the operator makes no residuals.
         _, S, precomputed = state_before(floats, start, fixed, part)
-        return implementations.run(implementation, entering(floats, S, fixed, part), options, precomputed)
+        return implementations.run(plan, entering(floats, S, fixed, part), precomputed)
 
     call.defvjp(forward, backward)
     results: Any = call(floats, start, fixed, part)

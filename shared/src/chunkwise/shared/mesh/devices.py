@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.shared.call import arguments, checks
+from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.mesh import context, partition
 
@@ -75,15 +76,15 @@ def on_device(
     x: arguments.Arguments,
     options: arguments.Options,
     places: Places,
-    run: Callable[[arguments.Arguments, arguments.Options], tuple[jax.Array, jax.Array | None]],
+    run: Callable[[implementations.Plan, arguments.Arguments], tuple[jax.Array, jax.Array | None]],
 ) -> partition.Run:
     """Return a function for `partition.over_mesh`, which runs an operator on one device from its arrays by name.
 
     Args:
-      implementation: an implementation of the operator, which runs if tokens are split.
+      implementation: an implementation of the operator.
       x, options: the arguments and options of all devices.
       places: from `find_places`.
-      run: from the arguments and options of one device to its results; runs if tokens are not split.
+      run: from the plan and the arguments of one device to its results; runs if tokens are not split.
     """
     division, tokens = places
     options, group = options._replace(sharding=None, context_axis=None), x.v.shape[2] // x.q.shape[2]
@@ -93,7 +94,7 @@ def on_device(
         y = x.with_arrays(arrays)
         if lax.axis_size(tokens) > 1:
             return context.run_context(implementation, y, options, tokens)
-        o, states = run(y, options)
+        o, states = run(implementations.plan(implementation, y, options), y)
         return without_elsewhere(o, elsewhere), states
 
     return compute

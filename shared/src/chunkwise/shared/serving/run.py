@@ -15,7 +15,7 @@ from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, faults
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
-from chunkwise.shared.implementation.implementations import Implementation
+from chunkwise.shared.implementation.implementations import Implementation, Plan
 from chunkwise.shared.kernels import launcher, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import few_tokens, ring, state_pool, step_table
@@ -54,19 +54,16 @@ def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     return x._replace(slots=step_table.with_counts(slots)), options._replace(output_final_state=True)
 
 
-def run_step(
-    name: str, implementation: Implementation, x: Arguments, options: Options, strict: bool
-) -> tuple[jax.Array, Any]:
+def run_step(plan: Plan, x: Arguments, *, name: str, strict: bool) -> tuple[jax.Array, Any]:
     """Run a serving step.
 
     Args:
+      plan: how prefills are computed; if the name of the implementation is "xla", decodes go in plain JAX, too.
+      x: arguments that `check_step` returned, as the options of `plan`.
       name: the name of the kernel for decodes.
-      implementation: the implementation of prefills; if its name is "xla", decodes go in plain JAX, too.
-      x, options: arguments that `check_step` returned.
       strict: whether decodes that do not fit into a kernel are an error; otherwise they go in plain JAX.
     """
-    implementation.check_limit(x, options)
-    slots: arguments.Slots = x.slots
+    options, slots = plan.options, x.slots
     pool = state_pool.as_pool(x.initial_state)
     # The pool is returned in the form that the caller gave: an array or a StatePool.
     returned = (lambda after: after) if pool is x.initial_state else (lambda after: after.states)
@@ -74,7 +71,7 @@ def run_step(
     x = x._replace(cu_seqlens=step.boundaries, initial_state=None, slots=None)
     accepted = slots.num_accepted_tokens
     if slots.num_decodes is None:
-        o, pool = _prefill(x, pool, step.prefills, options, implementation, accepted)
+        o, pool = _prefill(plan, x, pool, step.prefills, accepted)
         return o, returned(pool)
     # XLA moves no reshape into a condition or out of it. So arrays that pass through conditions have all heads in one
     # row, as projections make them and kernels take them.
@@ -88,13 +85,12 @@ def run_step(
 
     def run_decodes(pool):
         few = tokens(T)._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens]))
-        run_alone = functools.partial(_decode, name, implementation.name, strict, pool, step, slots)
-        # Tokens that go one by one have no chunk size, which plain JAX chooses late.
-        o, pool = implementations.run(Implementation("xla", run_alone), few, options)
+        run_alone = functools.partial(_decode, name, plan.implementation.name, strict, pool, step, slots)
+        o, pool = implementations.run(Plan(Implementation("xla", run_alone), options), few)
         return _in_rows(o), pool
 
     def prefill_beside(leading, pool):
-        o, pool = _prefill(tokens(), pool, step.prefills, options, implementation, accepted)
+        o, pool = _prefill(plan, tokens(), pool, step.prefills, accepted)
         o = _in_rows(o)
         decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
         return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
@@ -123,12 +119,11 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 
 def _prefill(
-    x: Arguments, pool: StatePool, routes: pools.Routes, options: Options, implementation: Implementation,
-    accepted: jax.Array | None,
-) -> tuple[jax.Array, StatePool]:  # fmt: skip
+    plan: Plan, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None
+) -> tuple[jax.Array, StatePool]:
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
-    dtype = x.v.dtype
-    x, options = implementations.prepare(implementation, x, options)
+    implementation, dtype = plan.implementation, x.v.dtype
+    x, options = implementations.prepare(plan, x)
     if implementation.pooled is not None:
         if pool.is_array:
             o, states = implementation.pooled(x._replace(initial_state=pool.states), options, routes)

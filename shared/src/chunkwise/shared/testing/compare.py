@@ -20,7 +20,7 @@ AMPLIFIED = {"float32": 1e-4, "bfloat16": 3e-2}
 # The error of one stage on the oracle's arguments; its results are float32 whatever the inputs are.
 STAGE_TOLERANCE = 1e-6
 
-_GATE_LIKE = ("g", "gk", "g_gamma", "beta", "b", "w", "i", "f", "initial_state.m")
+_GATE_LIKE = ("g", "gk", "g_gamma", "beta", "b", "w", "i", "f", "initial_state.m", "dt", "A", "D", "dt_bias")
 
 
 def tolerance(name: str, dtype: str) -> float:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared import trees
+from chunkwise.shared.testing import inputs
 
 # A state of arrays [HV, ...]: one array [HV, K, V], or a tuple.
 State = Any
@@ -21,11 +22,66 @@ Step = Callable[[State, dict[str, jax.Array], float], tuple[State, jax.Array]]
 
 
 class TokenRule(NamedTuple):
-    """An operator: the step of a token, the state before the first token, and what it reads of an initial state."""
+    """An operator: the step of a token, the state before the first token, and what it reads of an initial state.
+
+    `queries` and `values` are the names of two of its inputs. Inputs without tokens are inputs of every token.
+    """
 
     step: Step
     empty: Callable[[int, int, int], State] = lambda HV, K, V: jnp.zeros((HV, K, V))
     read: Callable[[State], State] = lambda state: state
+    queries: str = "q"
+    values: str = "v"
+
+
+class Composition(NamedTuple):
+    """An operator that runs another one, for code that treats all operators alike.
+
+    Attributes:
+      chunk, recurrent: its functions for users.
+      runs: the operator whose kernels run, by its name without a prefix.
+      definition: its definition in float64.
+      inputs: from B, T, H, HV, K, V to seeded inputs by name.
+      tokens: how many tokens of the operator that runs a token is.
+      static: static arguments that the inputs go with.
+      scale: its default scale; None for K ** -0.5.
+      implementations: those of `chunk`, the best for a TPU last.
+      gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
+      smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
+        where all have one.
+    """
+
+    chunk: Callable
+    recurrent: Callable
+    runs: str
+    definition: TokenRule
+    inputs: Callable[..., dict[str, Any]]
+    tokens: int = 1
+    static: tuple[tuple[str, Any], ...] = ()
+    scale: float | None = None
+    implementations: tuple[str, ...] = ("xla", "staged", "fused")
+    gradients: tuple[tuple[str, float], ...] = ()
+    smooth: Callable[..., np.ndarray] | None = None
+
+    def reference(self, x: dict[str, Any], **options) -> tuple[np.ndarray, Any, dict[str, Any]]:
+        """Return `reference` of the definition with the scale of the operator."""
+        return reference(self.definition, x, **dict(scale=self.scale) | options)
+
+
+def read(S: jax.Array, key: jax.Array) -> jax.Array:
+    """Return what keys [HV, K] read from states [HV, K, V]: [HV, V]."""
+    return jnp.einsum("hkv,hk->hv", S, key)
+
+
+def write(key: jax.Array, value: jax.Array) -> jax.Array:
+    """Return keys [..., K] times values [..., V]: [..., K, V]."""
+    return key[..., :, None] * value[..., None, :]
+
+
+def delta_rule(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+    """Write what the value has and the state has not, of a key."""
+    S = S + token["beta"][:, None, None] * write(token["k"], token["v"] - read(S, token["k"]))
+    return S, scale * read(S, token["q"])
 
 
 def gated_delta_product(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
@@ -44,6 +100,15 @@ def dplr_delta_rule(S: jax.Array, token: dict[str, jax.Array], scale: float) -> 
     S = jnp.exp(token["gk"])[:, :, None] * S + jnp.einsum("hk,hv->hkv", token["b"], read)
     S = S + jnp.einsum("hk,hv->hkv", token["k"], token["v"])
     return S, scale * jnp.einsum("hkv,hk->hv", S, token["q"])
+
+
+def mamba2(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+    """Decay the state and write by a step size, which softplus makes; add a skip, and gate the output."""
+    del scale
+    dt = jax.nn.softplus(token["dt"] + token["dt_bias"])
+    S = jnp.exp(token["A"] * dt)[:, None, None] * S + jnp.einsum("h,hk,hv->hkv", dt, token["B"], token["x"])
+    o = jnp.einsum("hkv,hk->hv", S, token["C"]) + token["D"] * token["x"]
+    return S, o * jax.nn.silu(token["z"])
 
 
 Fixed = Callable[[jax.Array], jax.Array]
@@ -91,8 +156,10 @@ def read_mlstm_states(state: State, fixed: Fixed = jax.lax.stop_gradient) -> Sta
     return C * change[..., None, None], n * change[..., None], fixed(m)
 
 
+DELTA_RULE = TokenRule(delta_rule)
 GATED_DELTA_PRODUCT = TokenRule(gated_delta_product)
 DPLR_DELTA_RULE = TokenRule(dplr_delta_rule)
+MAMBA2 = TokenRule(mamba2, queries="C", values="x")
 MLSTM = TokenRule(
     mlstm, lambda HV, K, V: (jnp.zeros((HV, K, V)), jnp.zeros((HV, K)), jnp.full(HV, -jnp.inf)), read_mlstm_states
 )
@@ -116,20 +183,20 @@ def reference(
     Args:
       definition: a definition of this module.
       x: the inputs by name, of any types: q [B, T, H, K] and the tensors of the operator, whose T may be a multiple of
-        that of q; initial_state, arrays [N, HV, ...], if there is one.
+        that of the queries; initial_state, arrays [N, HV, ...], if there is one.
       scale, use_qk_l2norm_in_kernel, cu_seqlens, segment_ids: as in the operator.
       do, dht: the cotangents; one that is None counts as zeros.
     """
     wide = functools.partial(jax.tree.map, functools.partial(np.asarray, dtype=np.float64))
     x = wide(x)
-    (B, T, _, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
+    (B, T, _, K), (HV, V) = x[definition.queries].shape, x[definition.values].shape[2:]
     begins, valid, ends = _sequences(B, T, cu_seqlens, segment_ids)
     empty = wide(definition.empty(HV, K, V))
     x = {"initial_state": jax.tree.map(lambda y: np.stack([y] * len(ends)), empty)} | x
     inside = lambda y: np.where(
         np.repeat(valid, y.shape[1] // T, 1).reshape(*y.shape[:2], *(1,) * (y.ndim - 2)), y, 0.0
     )
-    x = {name: y if name == "initial_state" else inside(y) for name, y in x.items()}
+    x = {name: y if name in inputs.NOT_TOKENS else inside(y) for name, y in x.items()}
     scale = K**-0.5 if scale is None else float(scale)
     with jax.enable_x64(True):
         x = jax.tree.map(jnp.asarray, x)
@@ -173,10 +240,11 @@ def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(definition: TokenRule, scale: float, normalise: bool, x: dict[str, Any], begins, valid, ends):
     """Return o and the final states; heads of keys are repeated for their value heads."""
-    (B, T), K, (HV, V) = begins.shape, x["q"].shape[3], x["v"].shape[2:]
+    (B, T), K, (HV, V) = begins.shape, x[definition.queries].shape[3], x[definition.values].shape[2:]
     first, empty = definition.read(x["initial_state"]), definition.empty(HV, K, V)
     kind = jax.tree.structure(x["initial_state"])
     x = {name: y for name, y in x.items() if name != "initial_state"}
+    x = {name: jnp.broadcast_to(y, (B, T, *y.shape)) if name in inputs.NOT_TOKENS else y for name, y in x.items()}
     if normalise:
         unit = lambda y: y / jnp.sqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)
         x = x | {name: unit(x[name]) for name in ("q", "k")}

@@ -9,7 +9,7 @@ import numpy as np
 GATES = ("logsigmoid/10", "logsigmoid", "logsigmoid*10", "logsigmoid*100", "zero", "spikes", "strong")
 
 # Inputs that have no entry for every token.
-_NOT_TOKENS = ("initial_state", "g_gamma", "A_log", "dt_bias")
+NOT_TOKENS = ("initial_state", "g_gamma", "A_log", "dt_bias", "A", "D", "u", "log_atk_scale")
 
 
 def make_gate(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -79,6 +79,13 @@ def make_inputs(
     return inputs
 
 
+def make_delta_inputs(*sizes: int, **options) -> dict[str, jax.Array]:
+    """Return inputs of the delta rule: those of `make_inputs` without gates."""
+    x = make_inputs(*sizes, **options)
+    del x["g"]
+    return x
+
+
 def make_product_inputs(B=1, T=64, H=1, HV=None, K=64, V=64, *, n=2, **options) -> dict[str, jax.Array]:
     """Return inputs of Gated DeltaProduct: those of `make_inputs`, with n keys, values and step sizes a token."""
     x = make_inputs(B, T * n, H, HV, K, V, **options)
@@ -117,13 +124,29 @@ def make_mlstm_inputs(
     return x
 
 
+def make_mamba2_inputs(
+    B=1, T=64, H=1, HV=None, K=64, V=64, *, dtype=jnp.float32, seed=0, num_states=0, **options
+) -> dict[str, jax.Array]:
+    """Return inputs of `chunk_mamba2` with raw step sizes, whose products with the rates A are what `gate` says."""
+    x = make_inputs(B, T, H, HV, K, V, dtype=dtype, seed=seed, num_states=num_states, **options)
+    rng, HV = np.random.default_rng(seed + 1), HV or H
+    A, bias = -np.geomspace(0.5, 4.0, HV), rng.standard_normal(HV)
+    dt = np.maximum(np.asarray(x["g"], np.float64) / A, 1e-4)
+    # The softplus of it is the step size.
+    raw = dt + np.log(-np.expm1(-dt)) - bias
+    fixed = {"dt": raw, "A": A, "D": rng.standard_normal((HV, V)), "dt_bias": bias}
+    z = jnp.asarray(rng.standard_normal(x["v"].shape), dtype)
+    named = {"x": x["v"], "B": x["k"], "C": x["q"], "z": z} | {n: jnp.asarray(y, jnp.float32) for n, y in fixed.items()}
+    return named | ({"initial_state": x["initial_state"]} if num_states else {})
+
+
 def poison_padding(
     inputs: dict[str, jax.Array],
     cu_seqlens: jax.Array | None = None,
     segment_ids: np.ndarray | jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Return the inputs of an operator with NaN in the padding of a packed batch or of segments."""
-    T = min(x.shape[1] for name, x in inputs.items() if name not in _NOT_TOKENS)
+    T = min(x.shape[1] for name, x in inputs.items() if name not in NOT_TOKENS)
     if segment_ids is not None:
         padding = np.asarray(segment_ids) < 0
     elif cu_seqlens is not None:
@@ -132,7 +155,7 @@ def poison_padding(
         return inputs
     # An array may have several entries for a token.
     poison = lambda x: x.at[np.repeat(padding, x.shape[1] // T, axis=1)].set(jnp.nan)
-    return {name: x if name in _NOT_TOKENS else poison(x) for name, x in inputs.items()}
+    return {name: x if name in NOT_TOKENS else poison(x) for name, x in inputs.items()}
 
 
 def spec(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

@@ -27,6 +27,12 @@ GROUPED = dict(
     hidden_size=2048, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, conv_size=4, norm_eps=1e-6,
     allow_neg_eigval=False, output_gate_activation="swish", lower_bound=None,
 )  # fmt: skip
+COMBA = GROUPED | dict(use_output_gate=True)
+GDN2 = GROUPED | dict(num_heads=16, head_dim=128, expand_v=1.0, norm_eps=1e-5)
+MAMBA2 = dict(
+    hidden_size=2048, head_dim=64, state_size=128, expand=2, conv_kernel=4, n_groups=1, use_bias=False,
+    use_conv_bias=True, norm_eps=1e-5, dt_limit=(0.0, math.inf), rmsnorm=True, norm_before_gate=False,
+)  # fmt: skip
 RWKV7 = dict(
     hidden_size=2048, head_dim=64, num_heads=None, decay_low_rank_dim=64, a_low_rank_dim=64, gate_low_rank_dim=128,
     v_low_rank_dim=16, norm_eps=1e-5,
@@ -99,6 +105,48 @@ def kda(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
     # It only lets a kernel rely on the bound.
     s.require("safe_gate", False, bound is not None)
     return config.KimiDeltaAttentionConfig(**sizes, R=sizes["V"], lower_bound=bound, gate_bias=True)
+
+
+def comba(s: settings.Settings) -> config.CombaConfig:
+    """Return the config of Comba."""
+    # The block there reads none of these but the first two, and has the parts that the others name.
+    for name in ("use_short_conv", "use_output_correction", "use_inner_decay"):
+        s.require(name, True)
+    s.require("allow_neg_eigval", False)
+    s.ignore("correction_factor")
+    sizes = _grouped(s)
+    del sizes["allow_neg_eigval"]
+    return config.CombaConfig(**sizes, output_gate=s.flag("use_output_gate"))
+
+
+def gdn2(s: settings.Settings) -> config.GatedDeltaNet2Config:
+    """Return the config of Gated DeltaNet 2."""
+    s.require("use_short_conv", True)
+    s.require("conv_bias", False)
+    return config.GatedDeltaNet2Config(**_grouped(s))
+
+
+def is_mamba2(named: Mapping[str, Any]) -> bool:
+    """Return whether settings of the type mamba2 are of flash-linear-attention, and not of transformers."""
+    return any(name in named for name in ("rmsnorm", "D_has_hdim", "norm_eps", "dt_limit", "fuse_cross_entropy"))
+
+
+def mamba2(s: settings.Settings) -> config.Mamba2Config:
+    """Return the config of the mixer of Mamba-2."""
+    s.ignore("dt_min", "dt_max", "dt_init_floor", "conv_init")
+    s.require("D_has_hdim", False)
+    s.require("hidden_act", "silu", "swish")
+    D, V, bias = s.whole("hidden_size"), s.whole("head_dim"), s.flag("use_bias")
+    channels = _expanded(s, "expand", D)
+    HV = channels // V
+    checks.check(channels == HV * V, f"`hf_config.head_dim` must divide {channels} channels; got {V}.")
+    s.require("num_heads", HV)
+    before = "before" if s.flag("norm_before_gate") else "after"
+    norm = before if s.flag("rmsnorm") else None
+    return config.Mamba2Config(
+        D, s.whole("n_groups"), HV, s.whole("state_size"), V, s.whole("conv_kernel"), s.number("norm_eps"),
+        s.flag("use_conv_bias"), s.limit("dt_limit"), norm, in_bias=bias, out_bias=bias,
+    )  # fmt: skip
 
 
 def gla(s: settings.Settings) -> config.GatedLinearAttentionConfig:

@@ -342,6 +342,9 @@ _MODELS: dict[str, tuple[Callable[..., config.LayerConfig], Mapping[str, Any]]] 
     "gated_deltanet": (from_fla.gated_deltanet, from_fla.GROUPED),
     "kda": (from_fla.kda, from_fla.GROUPED | dict(num_heads=16, head_dim=128, expand_v=1.0)),
     "gla": (from_fla.gla, from_fla.GLA),
+    "comba": (from_fla.comba, from_fla.COMBA),
+    "gdn2": (from_fla.gdn2, from_fla.GDN2),
+    "mamba2_fla": (from_fla.mamba2, from_fla.MAMBA2),
     "delta_net": (from_fla.delta_net, from_fla.DELTA_NET),
     "gated_deltaproduct": (from_fla.gated_deltaproduct, from_fla.PRODUCT),
     "rwkv7": (from_fla.rwkv7, from_fla.RWKV7),
@@ -399,7 +402,8 @@ def config_from(hf_config: Any, layer: int | None = None) -> config.LayerConfig:
     name = _PUBLISHED.get(kind, kind) if isinstance(kind, str) else ""
     name = f"{name}_text" if f"{name}_text" in _MODELS else name
     name = "bailing_moe_linear" if kind == "bailing_hybrid" and _is_ling_2(named) else name
-    known = sorted({*_MODELS, *_PUBLISHED})
+    name = "mamba2_fla" if kind == "mamba2" and from_fla.is_mamba2(named) else name
+    known = sorted({*_MODELS, *_PUBLISHED} - {"mamba2_fla"})
     checks.check(name in _MODELS, f"`hf_config.model_type` must be one of {known}; got {settings.shown(kind)}.")
     make, defaults = _MODELS[name]
     read = settings.Settings(named, defaults)

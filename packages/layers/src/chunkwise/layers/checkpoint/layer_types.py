@@ -16,7 +16,7 @@ _DEFAULTS: dict[str, Callable[[int], bool]] = dict(
     glm5_next_text=lambda i: i % 4 != 3,
 )  # fmt: skip
 # Models of flash-linear-attention, whose setting `attn` names the layers with attention.
-_FLA = ("gla", "gated_deltanet", "kda", "delta_net", "gated_deltaproduct", "rwkv7")
+_FLA = ("gla", "comba", "gdn2", "gated_deltanet", "kda", "delta_net", "gated_deltaproduct", "rwkv7")
 # Settings that say it, with their values in transformers, and the models that read them.
 _INTERVALS = dict(
     qwen3_next=("full_attention_interval", 4), qwen3_5_text=("full_attention_interval", 4),

@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkwise.layers import (
     caches,
+    comba,
     config,
     delta_net,
     delta_net2,
@@ -23,7 +24,7 @@ from chunkwise.layers import (
 from chunkwise.layers.devices import division
 from chunkwise.shared.call import checks
 
-_MODULES = delta_net, delta_net2, delta_product, gla, kimi, mamba2, lightning, mlstm, rwkv7
+_MODULES = comba, delta_net, delta_net2, delta_product, gla, kimi, mamba2, lightning, mlstm, rwkv7
 LAYERS: dict[type, layer.Definition] = {module.LAYER.config: module.LAYER for module in _MODULES}
 
 

@@ -40,17 +40,15 @@ def norm_groups(
     if groups % division.devices_of_heads(run.sharding, o):
         return _norm_over_devices(o, z, weight, groups, **options)
     flat = o.reshape(z.shape)
-    options |= dict(implementation=running.AROUND[run.implementation])
+    options |= dict(implementation=running.AROUND[run.implementation], in_place=True)
     if groups == 1:
         y = rms_norm_gated(flat, z, weight, **options, sharding=division.split_heads(run.sharding, 1))
         return y.reshape(o.shape)
-    # Groups have different weights, but `rms_norm_gated` takes one weight for all groups.
-    size = flat.shape[2] // groups
     y = rms_norm_gated(
-        running.by_head(flat, groups), running.by_head(z, groups), jnp.ones(size, jnp.float32), **options,
+        running.by_head(flat, groups), running.by_head(z, groups), weight.reshape(groups, -1), **options,
         sharding=division.split_heads(run.sharding, groups),
     )  # fmt: skip
-    return (weight[None, None] * y.reshape(z.shape)).astype(o.dtype).reshape(o.shape)
+    return y.reshape(o.shape)
 
 
 def is_local(run: running.Run, v, config: config.LayerConfig, groups: int) -> bool:

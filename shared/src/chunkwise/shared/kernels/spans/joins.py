@@ -29,15 +29,23 @@ def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str,
         (*outer, C, lanes), n = spec.block_shape, len(x.arrays)
         # The blocks of lanes before those of the next kind, if one array has the tokens of all kinds.
         blocks = x.shape[2] // lanes if isinstance(x, interleaved.InLanes) else 0
-        for i, y in enumerate(x.arrays):
-            if y is not None:
-                flat[f"{name}.{i}"] = y, _part(spec, (*outer, C // n, lanes), i * blocks)
+        if _in_one_block(x):
+            flat[f"{name}.0"] = x.first, _part(spec, (*outer, C // n, n * lanes), 0)
+        else:
+            for i, y in enumerate(x.arrays):
+                if y is not None:
+                    flat[f"{name}.{i}"] = y, _part(spec, (*outer, C // n, lanes), i * blocks)
         buffers[name] = pltpu.VMEM((C, lanes), x.dtype)
         narrow = x.dtype == jnp.bfloat16
         if not narrow or n > 2:
             tiles = packed.pad_lanes(lanes) // packed.LANES, C // (1 + narrow), packed.LANES
             buffers[f"{name}.tiles"] = pltpu.VMEM(tiles, jnp.uint32 if narrow else x.dtype)
     return flat, buffers
+
+
+def _in_one_block(x: Any) -> bool:
+    """Return whether a block has the tokens of all kinds, because those of a kind begin inside a register."""
+    return isinstance(x, interleaved.InLanes) and x.shape[2] % packed.LANES > 0
 
 
 def _part(spec: pl.BlockSpec, block: tuple, first: int) -> pl.BlockSpec:
@@ -58,11 +66,14 @@ def take_arrays(named: dict[str, Any], name: str, n: int) -> list[Any]:
 
 def take(named: dict[str, Any], name: str, x: Any) -> tuple[Any, list[Any], Any]:
     """Return the arguments of `join` and `separate` from the Refs of a launch, which keep the tokens of x alone."""
-    return named[name], take_arrays(named, name, len(x.arrays)), named.pop(f"{name}.tiles", None)
+    arrays, lanes = take_arrays(named, name, len(x.arrays)), x.shape[2]
+    if _in_one_block(x):
+        arrays = [arrays[0][:, i : i + lanes] for i in range(0, len(arrays) * lanes, lanes)]
+    return named[name], arrays, named.pop(f"{name}.tiles", None)
 
 
 def join(ref: Any, arrays: Sequence[Any], tiles: jax.Ref | None) -> None:
-    """Store the rows of Refs [C / n, lanes] in turn in a Ref [C, lanes]; None is zeros.
+    """Store the rows of Refs, or arrays, [C / n, lanes] in turn in a Ref [C, lanes]; None is zeros.
 
     A row of registers holds one float32 or two bfloat16. Stores with a stride put them in turn, in `tiles`, a Ref
     [registers, words, 128], because they need rows of one register. The last register may have fewer lanes.

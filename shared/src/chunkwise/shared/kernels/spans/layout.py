@@ -28,12 +28,11 @@ Refs = TypeVar("Refs", bound=Any)
 def to_lanes(x: jax.Array | interleaved.Interleaved, T: int, n: int = 1) -> Any:
     """Return [B, t, heads, D] as the flat view [B, T, heads * D], D padded with zeros.
 
-    Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes` if the lanes of a
-    token are whole registers.
+    Where other arrays are `Interleaved` of n kinds, so are those of the result, or it is `InLanes`.
     """
     if isinstance(x, interleaved.Interleaved):
         return x.map(lambda y: to_lanes(y, T // len(x.arrays)))
-    if n > 1 and x.shape[2] * packed.pad_channels(x.shape[3]) % packed.LANES == 0:
+    if n > 1:
         rows = x.reshape(x.shape[0], x.shape[1] // n, n * x.shape[2], x.shape[3])
         return interleaved.InLanes(to_lanes(rows, T // n), n)
     x = chunking.pad_tokens(x, T)

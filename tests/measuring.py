@@ -1,0 +1,157 @@
+"""What tests cost and reach: CPU time by kind, compiled programs, and the lines of the source that they run.
+
+The options of pytest are `--times PATH`, which writes what each file of tests costs, and `--lines PATH`, which keeps
+for every test its time and its lines. `python -m tests.measuring` chooses from the latter the cases that repeat others.
+"""
+
+import collections
+import csv
+import heapq
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jax import monitoring
+
+ROOT = Path(__file__).parents[1]
+# The tests that reach nothing that others do not reach: thorough ones.
+REPEATS = ROOT / "tests/repeats.txt"
+# The events of JAX that say how long it traced, lowered and compiled.
+KINDS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",
+}
+# A free number for a tool of `sys.monitoring`.
+TOOL = 4
+
+
+class Measuring:
+    """A plugin of pytest, which writes what it measured at the end; of several workers the first process does."""
+
+    def __init__(self, times: str | None, lines: str | None):
+        self.times, self.lines = times, lines
+        self.tests: dict[str, dict[str, float]] = {}
+        self.reached: dict[str, list[str]] = {}
+        self.parts: list[Path] = []
+        self._seconds: collections.Counter = collections.Counter()
+        self._lines: set[str] = set()
+        monitoring.register_event_duration_secs_listener(self._listen)
+        if lines:
+            self._watch_lines()
+
+    def _listen(self, event: str, seconds: float, **_) -> None:
+        kind = KINDS.get(event)
+        if kind is not None:
+            self._seconds[kind] += seconds
+            self._seconds["programs"] += kind == "compile"
+
+    def _watch_lines(self) -> None:
+        watch = sys.monitoring
+        watch.use_tool_id(TOOL, "chunkwise tests")
+
+        def start(code, _offset):
+            path = code.co_filename
+            if path and "/src/chunkwise/" in path and not watch.get_local_events(TOOL, code):
+                watch.set_local_events(TOOL, code, watch.events.LINE)
+            return watch.DISABLE
+
+        def line(code, number):
+            self._lines.add(f"{code.co_filename.partition('/src/chunkwise/')[2]}:{number}")
+            return watch.DISABLE
+
+        watch.register_callback(TOOL, watch.events.PY_START, start)
+        watch.register_callback(TOOL, watch.events.LINE, line)
+        watch.set_events(TOOL, watch.events.PY_START)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        self._seconds.clear()
+        if self.lines:
+            self._lines.clear()
+            sys.monitoring.restart_events()
+        before = time.process_time()
+        result = yield
+        self.tests[item.nodeid] = {"tests": 1, "cpu": time.process_time() - before, **self._seconds}
+        # A value of a parameter counts as a line: it is in one quick case at least.
+        values = getattr(item, "callspec", None) and item.callspec.indices
+        function = item.nodeid.partition("[")[0]
+        self.reached[item.nodeid] = [*self._lines, function, *(f"{function} {x}" for x in (values or {}).items())]
+        return result
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        if self.lines:
+            sys.monitoring.set_events(TOOL, 0)
+        worker = getattr(session.config, "workerinput", None)
+        if worker is not None:
+            session.config.workeroutput["tests"] = self.tests
+            if self.lines:
+                Path(f"{self.lines}.{worker['workerid']}").write_text(json.dumps(self.reached))
+            return
+        if self.times:
+            Path(self.times).write_text(json.dumps(by_file(self.tests), indent=1) + "\n")
+        if self.lines:
+            for part in Path(self.lines).parent.glob(f"{Path(self.lines).name}.*"):
+                self.reached |= json.loads(part.read_text())
+                part.unlink()
+            kept = {test: (self.tests[test]["cpu"], lines) for test, lines in self.reached.items()}
+            Path(self.lines).write_text(json.dumps(kept))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        self.tests |= node.workeroutput["tests"]
+
+
+def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return what each file of tests costs: how many there are, seconds by kind, and compiled programs."""
+    files: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for test, spent in tests.items():
+        files[test.partition("::")[0]].update(spent)
+    return {file: {name: round(n, 1) for name, n in files[file].items()} for file in sorted(files)}
+
+
+def choose(tests: dict[str, tuple[float, list[str]]], kept: set[str]) -> list[str]:
+    """Return the tests that reach no line but those of `kept` and of cheaper tests, by the greedy cover.
+
+    Args:
+      tests: for every test its seconds, and the lines and values of parameters that it reaches.
+      kept: tests that stay.
+    """
+    left = set().union(*(lines for _, lines in tests.values()))
+    for test in kept & tests.keys():
+        left.difference_update(tests[test][1])
+    lines = {test: left.intersection(reached) for test, (_, reached) in tests.items() if test not in kept}
+    gain = lambda test: len(lines[test]) / (0.01 + tests[test][0])
+    queue = [(-gain(test), test) for test in lines]
+    heapq.heapify(queue)
+    chosen = set(kept)
+    while queue and left:
+        _, test = heapq.heappop(queue)
+        lines[test] &= left
+        if queue and -gain(test) > queue[0][0]:
+            heapq.heappush(queue, (-gain(test), test))
+        elif lines[test]:
+            chosen.add(test)
+            left -= lines[test]
+    return sorted(tests.keys() - chosen)
+
+
+def main() -> None:
+    """Write tests/repeats.txt from the files that `--lines` wrote."""
+    tests = {}
+    for path in sys.argv[1:]:
+        tests |= json.loads(Path(path).read_text())
+    with (ROOT / "docs/data/mutants.csv").open() as file:
+        caught = {row["the first test that fails"] for row in csv.DictReader(file)}
+    kept = {test for test in tests if test in caught or test.partition("[")[0] in caught}
+    repeats = choose(tests, kept)
+    REPEATS.write_text("".join(f"{test}\n" for test in repeats))
+    seconds = [sum(tests[test][0] for test in each) for each in (tests, repeats)]
+    print(f"{len(repeats)} of {len(tests)} tests repeat others, {seconds[1]:.0f} of {seconds[0]:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()
