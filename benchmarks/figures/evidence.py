@@ -7,7 +7,7 @@ from benchmarks.figures import tables
 from chunkwise.command import times
 
 # The columns of docs/models.md: what tests showed of a model.
-SHOWN = ("config", "load", "save", "cache", "decode", "packed", "serving", "devices", "fine-tuned")
+SHOWN = ("config load save", "cache decode", "packed serving devices", "fine-tuned")
 
 
 @tables.block
@@ -111,11 +111,12 @@ def models() -> str:
         beside = any("transformers" in x["with"] for x in own)
         return "T" if beside else "M" if own else "L" if shown(column, **case | {"model": None}) else tables.NONE
 
-    groups = {}
-    for model, layer in sorted({(x["model"], x["layer"]) for x in rows if x["model"]}, key=lambda x: x[::-1]):
-        cells = tuple(cell(column, model=model, layer=layer) for column in SHOWN)
-        groups.setdefault((layer, cells), []).append(f"`{model}`")
-    columns = {"models": lambda x: ", ".join(groups[x]), "layer": lambda x: f"`{x[0]}`"}
-    columns |= {title: lambda x, i=i: x[1][i] for i, title in enumerate(SHOWN)}
+    groups, cases = {}, sorted({(x["model"], x["layer"]) for x in rows if x["model"]})
+    for model, layer in cases:
+        cells = tuple("".join(cell(x, model=model, layer=layer) for x in columns.split()) for columns in SHOWN)
+        several = sum(x == model for x, _ in cases) > 1
+        groups.setdefault(cells, []).append(f"`{model}`" + several * f" (`{layer}`)")
+    columns = {"models": lambda x: ", ".join(groups[x])}
+    columns |= {title.replace(" ", ", "): lambda x, i=i: x[i] for i, title in enumerate(SHOWN)}
     under = sorted({x["with"] for x in rows}, key=len)
     return f"{tables.table(groups, columns)}\n\nVersions: {'; '.join(under)}."
