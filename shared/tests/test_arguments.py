@@ -92,7 +92,7 @@ def test_an_option_that_an_implementation_does_not_read(monkeypatch):
 
 def test_sizes_that_an_implementation_does_not_take(monkeypatch):
     fused, plain = KNOWN
-    fused = fused._replace(limit=lambda x, options: '"fused" takes no heads at all.')
+    fused = fused._replace(sizes=lambda x, options, _: '"fused" takes no heads at all.')
     operator = define("operator", lambda x, options: None, fused, plain)
     with pytest.raises(NotImplementedError, match=re.escape('"fused" takes no heads at all.')):
         operator.chunk(x, Options(), "fused")
