@@ -16,8 +16,11 @@ import pytest
 from jax import monitoring
 
 ROOT = Path(__file__).parents[1]
-# The tests that reach nothing that others do not reach: thorough ones.
-REPEATS = ROOT / "tests/repeats.txt"
+# The cases that every change must pass, of functions that have others; a function without a case has none. A function
+# that is not there is as its own file says.
+QUICK = ROOT / "tests/quick.txt"
+# One case of every function that takes less stays, so many seconds of CPU time.
+SECONDS = 2.0
 # The events of JAX that say how long it traced, lowered and compiled.
 KINDS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -35,7 +38,6 @@ class Measuring:
         self.times, self.lines = times, lines
         self.tests: dict[str, dict[str, float]] = {}
         self.reached: dict[str, list[str]] = {}
-        self.parts: list[Path] = []
         self._seconds: collections.Counter = collections.Counter()
         self._lines: set[str] = set()
         monitoring.register_event_duration_secs_listener(self._listen)
@@ -75,10 +77,7 @@ class Measuring:
         before = time.process_time()
         result = yield
         self.tests[item.nodeid] = {"tests": 1, "cpu": time.process_time() - before, **self._seconds}
-        # A value of a parameter counts as a line: it is in one quick case at least.
-        values = getattr(item, "callspec", None) and item.callspec.indices
-        function = item.nodeid.partition("[")[0]
-        self.reached[item.nodeid] = [*self._lines, function, *(f"{function} {x}" for x in (values or {}).items())]
+        self.reached[item.nodeid] = sorted(self._lines)
         return result
 
     @pytest.hookimpl(trylast=True)
@@ -113,44 +112,60 @@ def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {file: {name: round(n, 1) for name, n in files[file].items()} for file in sorted(files)}
 
 
-def choose(tests: dict[str, tuple[float, list[str]]], kept: set[str]) -> list[str]:
-    """Return the tests that reach no line but those of `kept` and of cheaper tests, by the greedy cover.
+def choose(tests: dict[str, tuple[float, list[str]]], caught: list[str]) -> set[str]:
+    """Return the tests that every change must pass: a cover of what all tests reach, greedy by seconds.
 
     Args:
-      tests: for every test its seconds, and the lines and values of parameters that it reaches.
-      kept: tests that stay.
+      tests: for every test its seconds, and the lines that it reaches.
+      caught: tests that catch known mistakes: a case, or a function, of which one case stays, the cheapest. The
+        functions of a suite of `tests` stay in one class that runs it.
     """
-    left = set().union(*(lines for _, lines in tests.values()))
-    for test in kept & tests.keys():
-        left.difference_update(tests[test][1])
-    lines = {test: left.intersection(reached) for test, (_, reached) in tests.items() if test not in kept}
-    gain = lambda test: len(lines[test]) / (0.01 + tests[test][0])
-    queue = [(-gain(test), test) for test in lines]
+    cases = collections.defaultdict(list)
+    for test in sorted(tests, key=lambda test: tests[test][0]):
+        cases[test.partition("[")[0]].append(test)
+    named = collections.defaultdict(list)
+    for function, (cheapest, *_) in cases.items():
+        file, _, name = function.rpartition("::")
+        for known in (function, f"{file.partition('::')[0]}::{name}", name):
+            named[known].append(cheapest)
+    chosen = {test for test in caught if test in tests}
+    for test in caught:
+        known = named[test.rpartition("::")[2] if test.startswith("tests/") else test]
+        chosen.update(sorted(known, key=lambda test: tests[test][0])[:1])
+    lines = {test: set(reached) for test, (_, reached) in tests.items()}
+    for function, (cheapest, *_) in cases.items():
+        if tests[cheapest][0] < SECONDS:
+            for test in cases[function]:
+                lines[test].add(function)
+    left = set().union(*lines.values()).difference(*(lines[test] for test in chosen))
+    gain = lambda test: len(lines[test] & left) / (0.01 + tests[test][0])
+    queue = [(-gain(test), test) for test in tests if test not in chosen]
     heapq.heapify(queue)
-    chosen = set(kept)
     while queue and left:
         _, test = heapq.heappop(queue)
-        lines[test] &= left
-        if queue and -gain(test) > queue[0][0]:
-            heapq.heappush(queue, (-gain(test), test))
-        elif lines[test]:
+        now = -gain(test)
+        if queue and now > queue[0][0]:
+            heapq.heappush(queue, (now, test))
+        elif now:
             chosen.add(test)
             left -= lines[test]
-    return sorted(tests.keys() - chosen)
+    return chosen
 
 
 def main() -> None:
-    """Write tests/repeats.txt from the files that `--lines` wrote."""
+    """Write tests/quick.txt from the files that `--lines` wrote."""
     tests = {}
     for path in sys.argv[1:]:
         tests |= json.loads(Path(path).read_text())
     with (ROOT / "docs/data/mutants.csv").open() as file:
-        caught = {row["the first test that fails"] for row in csv.DictReader(file)}
-    kept = {test for test in tests if test in caught or test.partition("[")[0] in caught}
-    repeats = choose(tests, kept)
-    REPEATS.write_text("".join(f"{test}\n" for test in repeats))
-    seconds = [sum(tests[test][0] for test in each) for each in (tests, repeats)]
-    print(f"{len(repeats)} of {len(tests)} tests repeat others, {seconds[1]:.0f} of {seconds[0]:.0f} seconds")
+        caught = [row["the first test that fails"] for row in csv.DictReader(file)]
+    chosen = choose(tests, caught)
+    function = lambda test: test.partition("[")[0]
+    listed = {function(test) for test in tests.keys() - chosen}
+    lines = {test for test in chosen if function(test) in listed} | listed - set(map(function, chosen))
+    QUICK.write_text("".join(f"{line}\n" for line in sorted(lines)))
+    seconds = [sum(tests[test][0] for test in each) for each in (chosen, tests)]
+    print(f"{len(chosen)} of {len(tests)} tests, {seconds[0]:.0f} of {seconds[1]:.0f} seconds of CPU time")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from chunkwise.shared.call import arguments, checks
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation, Plan
-from chunkwise.shared.kernels import derivatives, interleaved
+from chunkwise.shared.kernels import chunking, derivatives, interleaved
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.serving import few_tokens, run
 
@@ -57,6 +58,10 @@ class Operator:
             arguments.warn_head_first(x, options)
             arguments.warn_decays(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
+        if chosen.name != "fused" and isinstance(x.cu_seqlens, jax.core.Tracer):
+            # The tables of the kernels of "fused" take a boundary that falls, which no program can refuse, as risen.
+            T = x.q.shape[1] * lax.axis_size(checks.check_context_axis(options.context_axis))
+            x = x._replace(cu_seqlens=chunking.rising(x.cu_seqlens, T))
         name = f"chunk_{self.name}"
         o, states = _bound_to_devices(chosen, x, options, implementations.run, name)()
         return interleaved.select_queries(x.q, o), states
