@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,22 +116,8 @@ def check_inputs(
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     named = locals() | dict(allow_neg_eigval=doubled)
     names = _LOW_RANK if gk is not None else _OF_MAMBA2 if x is not None else {}
-    if gk is not None:
-        # The record has the keys a and b apart, as p and w, and the name of the gates differs.
-        named |= dict(g=gk, p=a, w=b, b=None)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    more: dict[str, Any] = {}
-    if x is not None:
-        arrays, options, _ = mamba2.checked(named | dict(config=None))
-        arrays = _check_shared(arrays, arrays, options)
-        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
-    elif i is not None or f is not None:
-        arrays, options = mlstm.check(named | dict(eps=0.0))
-        states = {} if initial_state is None else mlstm.MlstmState(*initial_state)._asdict()
-        more = {name: y for name, y in dict(i=i, f=f).items() if y is not None} | states
-    else:
-        arrays, options, _ = signature.to_records(named)
-        arrays = _check_types(arrays, options, gk is not None, num_householder)
+    arrays, options, more = _to_records(named)
 
     def find() -> Iterator[faults.Fault]:
         yield from _find_faults(arrays, options, allow_neg_eigval, allow_padding, names)
@@ -138,6 +125,25 @@ def check_inputs(
         yield from _of_mlstm(more, valid) if x is None else _of_mamba2(more, dt_softplus, valid)
 
     faults.check_values((*arrays.arrays().values(), *more.values()), find)
+
+
+def _to_records(named: dict[str, Any]) -> tuple[Arguments, arguments.Options, dict[str, Any]]:
+    """Check the shapes and types of all arguments; return the records, and the arrays that these have no place for."""
+    if named["x"] is not None:
+        arrays, options, _ = mamba2.checked(named | dict(config=None))
+        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
+        return _check_shared(arrays, arrays, options), options, more
+    if named["i"] is not None or named["f"] is not None:
+        arrays, options = mlstm.check(named | dict(eps=0.0))
+        state = named["initial_state"]
+        states = {} if state is None else mlstm.MlstmState(*state)._asdict()
+        return arrays, options, {name: named[name] for name in "if" if named[name] is not None} | states
+    low_rank = named["gk"] is not None
+    if low_rank:
+        # The record has the keys a and b apart, as p and w, and the name of the gates differs.
+        named = named | dict(g=named["gk"], p=named["a"], w=named["b"], b=None)
+    arrays, options, _ = signature.to_records(named)
+    return _check_types(arrays, options, low_rank, named["num_householder"]), options, {}
 
 
 def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps: int | None) -> Arguments:
