@@ -154,6 +154,8 @@ def turns_of(case: Layer) -> Turns:
         passes = [n for n, (x, y) in enumerate(nested) if x.bundles <= regions.CUT and y.start < x.stop]
         for place in passes[: len(loop.regions) - len(runs)]:
             runs.insert(place, steps)
-        return steps, runs
+        # In the backward of Mamba-2 the gradient of the skip begins once.
+        skip = "_bwd_" in launch and any(x.bundles > regions.CUT for x in loop.regions[len(runs) :])
+        return steps, [1] * skip + runs
 
     return of_launch

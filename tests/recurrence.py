@@ -77,7 +77,8 @@ def run(operator: Callable, x: dict[str, jax.Array], cotangents, **options) -> t
 
 def assert_recurrence(
     operator: Callable, x: dict[str, jax.Array], *, gradients: bool = True, but_for=(), limit=limit,
-    expected: Callable = oracle.reference, told: tuple[str, ...] = _TOLD, **options,
+    expected: Callable = oracle.reference, told: tuple[str, ...] = _TOLD,
+    values: str = "v", **options,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Fail unless results are those of the recurrence on the same inputs, and zeros in the padding, which is NaN.
 
@@ -89,6 +90,7 @@ def assert_recurrence(
       limit: from a name, a type and the inputs to a tolerance.
       expected: as `oracle.reference`.
       told: the options that `expected` gets.
+      values: the name of the input that is as large as the output.
       options: further arguments of the operator. Arrays are traced.
 
     Returns:
@@ -106,7 +108,7 @@ def assert_recurrence(
         *want, slopes = expected(**decayed, **seen, do=do, dht=dht)
     else:
         want, slopes = expected(**decayed, **seen), {}
-    assert outputs[0].dtype == x["v"].dtype
+    assert outputs[0].dtype == x[values].dtype
     got = dict(zip(RESULTS, outputs, strict=True))
     if not options["output_final_state"]:
         assert got.pop("final_state") is None
@@ -117,8 +119,8 @@ def assert_recurrence(
         for name, y in found.items():
             assert y.dtype == x[name].dtype, f"d{name} is {y.dtype}"
             got[f"d{name}"], wanted[f"d{name}"] = y, slopes[name]
-    T = x["v"].shape[1]
-    padding = np.isnan(np.asarray(spoilt["v"], np.float32)).any(axis=(2, 3))
+    T = x[values].shape[1]
+    padding = np.isnan(np.asarray(spoilt[values], np.float32)).any(axis=(2, 3))
     for name, y in got.items():
         if name[1:] in but_for:
             assert jnp.all(jnp.isfinite(y)), name

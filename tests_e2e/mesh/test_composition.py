@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from chunkwise.pipeline import chunk_dplr_delta_rule, chunk_gated_delta_product
+from chunkwise.pipeline import chunk_dplr_delta_rule, chunk_gated_delta_product, chunk_mamba2
 from chunkwise.shared.testing.compare import assert_close
-from chunkwise.shared.testing.inputs import make_dplr_inputs, make_product_inputs, poison_padding
+from chunkwise.shared.testing.inputs import (
+    make_dplr_inputs,
+    make_mamba2_inputs,
+    make_product_inputs,
+    poison_padding,
+)
 from tests_e2e.mesh.meshes import P, make_mesh
 
 THOROUGH = dict(
-    test_divisions=lambda kind, mode, spec: (kind, mode, spec) != ("delta_product", "explicit", P("a", None, "c")),
+    test_divisions=lambda kind, mode, spec: kind == "dplr" or (mode, spec) != ("explicit", P("a", None, "c")),
     test_context_axis=lambda kind: kind == "dplr",
 )
 SIZES = B, T, H, HV, K, V = 2, 24, 2, 4, 8, 8
@@ -23,9 +28,11 @@ SIZES = B, T, H, HV, K, V = 2, 24, 2, 4, 8, 8
 KINDS = {
     "delta_product": (functools.partial(chunk_gated_delta_product, num_householder=2), make_product_inputs),
     "dplr": (chunk_dplr_delta_rule, make_dplr_inputs),
+    "mamba2": (functools.partial(chunk_mamba2, dt_softplus=True), make_mamba2_inputs),
 }
 # How the tensors are split where v is split over rows "a", tokens "b", and value heads "c".
 DIMENSIONS = {"v": "abc", "g": "abc", "beta": "abc", "gk": "abc", "initial_state": "ac"}
+DIMENSIONS |= {"x": "abc", "z": "abc", "dt": "abc", "A": "c", "D": "c", "dt_bias": "c"}
 
 
 def results(call, x, fixed, **options):

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkwise.pipeline.operators import CHUNKED, Entry
-from chunkwise.shared.testing.compare import tolerance
+from chunkwise.pipeline.operators import CHUNKED, COMPOSED, Entry
 from chunkwise.shared.testing.inputs import GATES, boundaries
 from tests.recurrence import assert_recurrence
 
@@ -49,9 +48,15 @@ def run(operator: Entry, implementation: str, b: dict) -> None:
     options = {} if b["lengths"] is None else {"cu_seqlens": boundaries(*b["lengths"])}
     if b["normalise"]:
         options["use_qk_l2norm_in_kernel"] = True
+
+    def expected(do=None, dht=None, **named):
+        told = {name: named.pop(name) for name in options if name in named}
+        return operator.source.reference(named, do=do, dht=dht, **told)
+
     assert_recurrence(
-        operator.function, x, **options, output_final_state=b["end"], chunk_size=b["chunk_size"],
-        implementation=implementation, limit=lambda name, dtype, x: tolerance(name, b["dtype"]),
+        operator.function, x, **options, **operator.static, output_final_state=b["end"], chunk_size=b["chunk_size"],
+        implementation=implementation, limit=lambda name, dtype, x: operator.source.tolerance(name, b["dtype"]),
+        expected=expected, values=operator.source.values,
     )  # fmt: skip
     jax.clear_caches()
 
@@ -60,10 +65,11 @@ def run(operator: Entry, implementation: str, b: dict) -> None:
 @pytest.mark.filterwarnings("ignore:`q` should have shape .*head-first:UserWarning")
 @pytest.mark.parametrize(
     ("operator", "implementation"),
-    [pytest.param(x, i, id=f"{x.name}-{i}") for x in CHUNKED for i in x.implementations],
+    [pytest.param(x, i, id=f"{x.name}-{i}") for x in (*CHUNKED, COMPOSED["chunk_mamba2"]) for i in x.implementations],
 )
 def test_random_batches(operator, implementation):
     # Stages hand on a sum of gates as one float32: ten resets in a chunk cost it digits, errors are then about 1e-5.
-    gates = GATES if implementation == "staged" else (*GATES, "resets")
+    # The step sizes of Mamba-2 are finite.
+    gates = GATES if implementation == "staged" or operator.name == "chunk_mamba2" else (*GATES, "resets")
     search = given(batches(operator.delta, gates))(lambda b: run(operator, implementation, b))
     settings(max_examples=10, deadline=None, database=None)(search)()

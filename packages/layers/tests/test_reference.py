@@ -17,7 +17,6 @@ from tests.shown import Shown, layer_of
 # Tokens that no sequence has hold numbers which must not matter.
 PACKED = np.array([0, 1, 1, 12, 19], np.int32)
 IDS = np.array([[-1, 4, 4, 4, 4, 7, 7, 7, 4, *[2] * 9, -1, -1, -1], [*[0] * 20, 1]], np.int32)
-pytestmark = pytest.mark.interpreted
 
 
 def but_for(*quick: str):

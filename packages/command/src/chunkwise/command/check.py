@@ -197,11 +197,7 @@ def _exact(source: operators.Source, case: cases.Case, states: bool) -> dict[str
     do, dht = cotangents["o"], cotangents.get("final_state")
     o, state, *rest = source.reference(x, cu_seqlens=case.cu_seqlens, do=do, dht=dht)
     (gradients,) = rest
-    return (
-        {"o": o}
-        | ({"final_state": state} if states else {})
-        | {f"d{name}": dx for name, dx in gradients.items() if name in x}
-    )
+    return {"o": o} | ({"final_state": state} if states else {}) | {f"d{name}": dx for name, dx in gradients.items()}
 
 
 def _cases(base: cases.Case, lengths: tuple[int, ...], quick: bool) -> Iterator[tuple[str, cases.Case]]:

@@ -5,6 +5,7 @@ They share no code with the operators that they judge, and do not know into whic
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ class Composition(NamedTuple):
 
     def reference(self, x: dict[str, Any], **options) -> tuple[np.ndarray, Any, dict[str, Any]]:
         """Return `reference` of the definition with the scale of the operator."""
-        return reference(self.definition, x, **dict(scale=self.scale) | options)
+        told: dict[str, Any] = {"scale": self.scale, **options}
+        return reference(self.definition, x, **told)
 
 
 def read(S: jax.Array, key: jax.Array) -> jax.Array:
@@ -102,10 +104,12 @@ def dplr_delta_rule(S: jax.Array, token: dict[str, jax.Array], scale: float) -> 
     return S, scale * jnp.einsum("hkv,hk->hv", S, token["q"])
 
 
-def mamba2(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+def mamba2(
+    S: jax.Array, token: dict[str, jax.Array], scale: float, dt_limit: tuple[float, float] = (0.0, math.inf)
+) -> tuple[jax.Array, jax.Array]:
     """Decay the state and write by a step size, which softplus makes; add a skip, and gate the output."""
     del scale
-    dt = jax.nn.softplus(token["dt"] + token["dt_bias"])
+    dt = jnp.clip(jax.nn.softplus(token["dt"] + token["dt_bias"]), *dt_limit)
     S = jnp.exp(token["A"] * dt)[:, None, None] * S + jnp.einsum("h,hk,hv->hkv", dt, token["B"], token["x"])
     o = jnp.einsum("hkv,hk->hv", S, token["C"]) + token["D"] * token["x"]
     return S, o * jax.nn.silu(token["z"])
@@ -188,7 +192,7 @@ def reference(
       do, dht: the cotangents; one that is None counts as zeros.
     """
     wide = functools.partial(jax.tree.map, functools.partial(np.asarray, dtype=np.float64))
-    x = wide(x)
+    x, named = wide(x), x.keys()
     (B, T, _, K), (HV, V) = x[definition.queries].shape, x[definition.values].shape[2:]
     begins, valid, ends = _sequences(B, T, cu_seqlens, segment_ids)
     empty = wide(definition.empty(HV, K, V))
@@ -208,7 +212,7 @@ def reference(
         results, pull = jax.vjp(lambda x: run(x, *places), x)
         dht = jax.tree.map(jnp.zeros_like, results[1]) if dht is None else wide(dht)
         (gradients,) = pull((jnp.asarray(do), jax.tree.map(jnp.asarray, dht)))
-        return *wide(results), wide(gradients)
+        return *wide(results), wide({name: gradients[name] for name in named})
 
 
 def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.ndarray, list]:
