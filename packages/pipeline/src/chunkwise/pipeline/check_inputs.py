@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def check_inputs(
         # The record has the keys a and b apart, as p and w, and the name of the gates differs.
         named |= dict(g=gk, p=a, w=b, b=None)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    more: dict[str, jax.Array] = {}
+    more: dict[str, Any] = {}
     if x is not None:
         arrays, options, _ = mamba2.checked(named | dict(config=None))
         arrays = _check_shared(arrays, arrays, options)
