@@ -181,11 +181,11 @@ def tests(session):
 def run_tests(session: nox.Session, measured: str, *arguments: str) -> list[Path]:
     """Run the tests of packages, of operators end to end and of eight devices; return what an option measured."""
     folders = {"tests": (*packages.needs_of_tests(), *END_TO_END), "mesh": ("tests_e2e/mesh",)}
-    paths = {name: Path(session.create_tmp(), f"{name}.json") for name in folders}
-    for name, chosen in folders.items():
+    paths = [Path(session.create_tmp(), f"{name}.json") for name in folders]
+    for path, (name, chosen) in zip(paths, folders.items(), strict=True):
         threads = MANY_THREADS if name == "mesh" else {}
-        session.run("pytest", *WORKERS, measured, paths[name], *arguments, *chosen, env=threads)
-    return [*paths.values()]
+        session.run("pytest", *WORKERS, measured, path, *arguments, *chosen, env=threads)
+    return paths
 
 
 @nox.session(python=LATEST, default=False)

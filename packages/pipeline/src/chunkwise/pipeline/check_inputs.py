@@ -90,8 +90,8 @@ def check_inputs(
     - step sizes and erase gates out of their range, or after two sigmoids, and keys so long that a delta rule diverges,
     - boundaries that fall, pass the end or stop short of it, and rows that are padded with segment ids of 0.
 
-    Padding may hold anything. Outside of jit an error names the first fault. Inside of jit nothing can be raised,
-    unless the program is made for it::
+    Padding may hold anything. The cost is one read of every array. Outside of jit the call waits for the result, and an
+    error names the first fault. Inside of jit nothing can be raised, unless the program is made for it::
 
         checked = checkify.checkify(step)  # step calls check_inputs; checkify is of jax.experimental
         error, results = jax.jit(checked)(...)
@@ -99,9 +99,9 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
-      x, dt, A, B, C, D, z, dt_softplus, dt_limit: as in the operator.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound: as in the operator.
-      use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
+      x, dt, A, B, C, D, z, dt_softplus, dt_limit, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log: as in the operator.
+      dt_bias, lower_bound, use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel: as in the operator.
+      use_write_sigmoid_in_kernel: as in the operator.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
       min_gate: the bound of gates in nats that are not raw, such as -5 for a law with this `lower_bound`; static.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
@@ -110,8 +110,6 @@ def check_inputs(
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
-
-    Cost: one read of every array. Outside of jit it waits for the result.
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     named = locals() | dict(allow_neg_eigval=doubled)
