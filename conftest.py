@@ -19,7 +19,8 @@ os.environ["XLA_FLAGS"] = f"--xla_cpu_parallel_codegen_split_count=1 {os.environ
 # Lines of the source in lowered programs, which no test reads, take a quarter of the time to lower one.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-KERNELS = ("pallas", "staged", "fused")
+# The packages whose plain JAX their tests compile as for a user; the others run the same programs.
+WITH_KERNELS = {"causal_conv1d", "fused_gdn", "fused_gla", "kda", "norm_gated"}
 # The most that a worker may need before it drops programs: four of them share 16 GB, and Linux gives a process 65,530
 # maps of memory, of which every compiled program takes some. Without one more the compiler ends the process.
 MEMORY_KB, MAPS = 4_000_000, 15_000
@@ -54,9 +55,10 @@ def _take_gpu_forms(request):
 def pytest_collection_modifyitems(config, items):
     """Mark thorough cases: by the table THOROUGH of a file, and for all files by TPU generation and `Case.repeats`.
 
-    And those of tests/repeats.txt, which reach nothing that others do not reach; they are marked as repeats, too.
+    And those that reach nothing that others do not reach, by tests/quick.txt; they are marked as repeats, too.
     """
-    known = set(measuring.REPEATS.read_text().splitlines())
+    quick = set(measuring.QUICK.read_text().splitlines())
+    chosen = {line.partition("[")[0] for line in quick}
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         repeats = getattr(parameters.get("case"), "repeats", False) and parameters.get("implementation") == "xla"
@@ -65,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
         repeats |= any(name in named for name in ON_OTHER_KERNELS) and THEIR_PACKAGE not in item.path.parts
         if repeats or other_chip or selection.is_thorough(item.cls or item.module, item.originalname, parameters):
             item.add_marker(pytest.mark.thorough)
-        elif item.nodeid in known:
+        elif item.nodeid not in quick and item.nodeid.partition("[")[0] in chosen:
             item.add_marker(pytest.mark.thorough)
             item.add_marker(pytest.mark.repeats)
         if config.getoption("--shows") and not item.cls:
@@ -88,13 +90,13 @@ def _drop_compiled_programs():
 def _compile_quickly(request):
     """Compile without optimisation, in a half or a third of the time.
 
-    Two kinds of programs compile as for a user: plain JAX whose values and gradients a package compares with its
-    reference, and what is compiled for a TPU.
+    Two kinds of programs compile as for a user: plain JAX whose values and gradients a package of kernels compares with
+    its reference, and what is compiled for a TPU.
     """
     item = request.node
-    implementation = getattr(item, "callspec", None) and item.callspec.params.get("implementation")
-    interpreted = implementation in KERNELS or item.get_closest_marker("interpreted")
-    as_for_a_user = item.path.name == "test_reference.py" or item.get_closest_marker("tpu")
-    jax.config.update("jax_disable_most_optimizations", bool(interpreted or not as_for_a_user))
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    plain = parameters.get("implementation") == "xla" and item.path.name == "test_reference.py"
+    plain = plain and WITH_KERNELS.intersection(item.path.parts)
+    jax.config.update("jax_disable_most_optimizations", not (plain or item.get_closest_marker("tpu")))
     yield
     jax.config.update("jax_disable_most_optimizations", False)

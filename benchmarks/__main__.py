@@ -242,8 +242,7 @@ def main(arguments=None) -> int:
             progress.update(task, description=description)
             rows += [label | row for row in run()]
             progress.advance(task)
-    for part in scale.parts(rows) if options.command == "scale" else [rows]:
-        show(part, console)
+    show(rows, console)
     if options.json:
         save(options, rows)
     return int(any(row.get(key) is False for row in rows for key in ("correct", "within", "current")))

@@ -6,11 +6,8 @@ and its time are the compiler's static estimate for one device, without the time
 
 import collections
 import dataclasses
-import math
-import re
 import tempfile
 import time
-from collections.abc import Iterator
 
 from benchmarks import tpu
 from benchmarks.turns import turns_of
@@ -21,34 +18,6 @@ from chunkwise.shared.testing.tpu import launches, topology_mesh
 from tests.compiled import COLLECTIVE, traffic
 
 MIB = 2**20
-# The ways to scan maps over devices: the library has the second and the third one.
-SCANS = ("all_gather", "all_to_all", "doubling", "ring")
-
-
-def map_bytes(case: Layer) -> tuple[int, int]:
-    """Return the bytes of both parts of a device's map, M and N, in float32."""
-    decay = case.K if case.table.per_channel else 1
-    return 4 * case.HV * (case.K**2 if case.table.delta else decay), 4 * case.HV * case.K * case.V
-
-
-def scan_bytes(case: Layer, scan: str, devices: int) -> int:
-    """Return the bytes that a device sends in a scan of affine maps, by its form."""
-    M, N = map_bytes(case)
-    if scan == "all_gather":
-        return (devices - 1) * (M + N)
-    if scan == "all_to_all":
-        # Every device takes the same number of heads, of which the last ones may be zeros.
-        return (devices - 1) * math.ceil(case.HV / devices) * (M + 2 * N) // case.HV
-    # Every device takes part in every step of a ring, although only one of the states is right in each step.
-    return (math.ceil(math.log2(devices)) * (M + N) + N) if scan == "doubling" else (devices - 1) * N
-
-
-def ring_attention_bytes(case: Layer, devices: int, T: int, kv_heads: int) -> int:
-    """Return the bytes that a device sends if softmax attention passes bfloat16 keys and values around, forward.
-
-    `T` is the number of tokens of a device; heads are as wide as the heads of the case.
-    """
-    return (devices - 1) * T * kv_heads * (case.K + case.V) * 2
 
 
 def _mesh(topology: str, divided: bool):
@@ -157,20 +126,5 @@ def measure(
     arguments = f"{case!r}, {implementation!r}, {topology!r}, {T}"
     one, every = (_in_process(f"estimate({arguments}, {backward}, {divided})", timeout) for divided in (False, True))
     figures = [x.get("estimate_ms") for x in (one, every)]
-    every |= {
-        "to_one_device": figures[1] / figures[0] if figures[0] and figures[1] else None,
-        # Computed and not compiled: the other scans, and softmax attention with some numbers of key and value heads.
-        **{f"{scan}_mib": scan_bytes(case, scan, D) / MIB for scan in SCANS},
-        **{f"ring_attention_{n}_mib": ring_attention_bytes(case, D, T, n) / MIB for n in (case.HV, 2)},
-    }
+    every["to_one_device"] = figures[1] / figures[0] if figures[0] and figures[1] else None
     return [{"devices": D, "tokens_each": T} | x for D, x in ((1, one), (D, every))]
-
-
-def parts(rows: list[dict]) -> Iterator[list[dict]]:
-    """Yield the rows as tables that fit a page: measured or compiled figures, and figures derived from sizes alone."""
-    derived = [key for row in rows for key in row if re.fullmatch(rf"({'|'.join(SCANS)}|ring_attention_\d+)_mib", key)]
-    names = ("topology", "devices", "tokens_each")
-    empty = {key for row in rows for key in row if all(other.get(key) is None for other in rows)}
-    yield [{key: y for key, y in row.items() if key not in empty.union(derived)} for row in rows]
-    if derived:
-        yield [{key: row.get(key) for key in (*names, *dict.fromkeys(derived))} for row in rows if derived[0] in row]

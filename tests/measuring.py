@@ -1,7 +1,8 @@
 """What tests cost and reach: CPU time by kind, compiled programs, and the lines of the source that they run.
 
 The options of pytest are `--times PATH`, which writes what each file of tests costs, and `--lines PATH`, which keeps
-for every test its time and its lines. `python -m tests.measuring` chooses from the latter the cases that repeat others.
+for every test its time and its lines. `python -m tests.measuring` checks the former, and chooses from the latter the
+tests that every change must pass.
 """
 
 import collections
@@ -16,8 +17,15 @@ import pytest
 from jax import monitoring
 
 ROOT = Path(__file__).parents[1]
-# The tests that reach nothing that others do not reach: thorough ones.
-REPEATS = ROOT / "tests/repeats.txt"
+# The cases that every change must pass, of functions that have others; a function without a case has none. A function
+# that is not there is as its own file says.
+QUICK = ROOT / "tests/quick.txt"
+# What the tests that every change must pass have at most, of numbers that no machine changes.
+MOST = {"tests": 2_400, "programs": 6_000}
+# What these test is not the source: pages, data and the simulated TPU. Their own files say what is quick.
+OTHERS = tuple(f"tests_e2e/{name}/" for name in ("examples", "pages", "repository", "simulated"))
+# A test that every change must pass reaches a line, or tests a function, that no other does for every so many seconds.
+SECONDS = 2.0
 # The events of JAX that say how long it traced, lowered and compiled.
 KINDS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -35,7 +43,6 @@ class Measuring:
         self.times, self.lines = times, lines
         self.tests: dict[str, dict[str, float]] = {}
         self.reached: dict[str, list[str]] = {}
-        self.parts: list[Path] = []
         self._seconds: collections.Counter = collections.Counter()
         self._lines: set[str] = set()
         monitoring.register_event_duration_secs_listener(self._listen)
@@ -75,10 +82,7 @@ class Measuring:
         before = time.process_time()
         result = yield
         self.tests[item.nodeid] = {"tests": 1, "cpu": time.process_time() - before, **self._seconds}
-        # A value of a parameter counts as a line: it is in one quick case at least.
-        values = getattr(item, "callspec", None) and item.callspec.indices
-        function = item.nodeid.partition("[")[0]
-        self.reached[item.nodeid] = [*self._lines, function, *(f"{function} {x}" for x in (values or {}).items())]
+        self.reached[item.nodeid] = sorted(self._lines)
         return result
 
     @pytest.hookimpl(trylast=True)
@@ -113,45 +117,80 @@ def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {file: {name: round(n, 1) for name, n in files[file].items()} for file in sorted(files)}
 
 
-def choose(tests: dict[str, tuple[float, list[str]]], kept: set[str]) -> list[str]:
-    """Return the tests that reach no line but those of `kept` and of cheaper tests, by the greedy cover.
+def choose(tests: dict[str, tuple[float, list[str]]], caught: list[str]) -> set[str]:
+    """Return the tests that every change must pass: a cover of lines and of functions of tests, greedy by seconds.
+
+    What only takes more than `SECONDS` is left out.
 
     Args:
-      tests: for every test its seconds, and the lines and values of parameters that it reaches.
-      kept: tests that stay.
+      tests: for every test its seconds, and the lines that it reaches.
+      caught: tests that catch known mistakes: a case, or a function, of which one case stays, the cheapest. The
+        functions of a suite of `tests` stay in one class that runs it.
     """
-    left = set().union(*(lines for _, lines in tests.values()))
-    for test in kept & tests.keys():
-        left.difference_update(tests[test][1])
-    lines = {test: left.intersection(reached) for test, (_, reached) in tests.items() if test not in kept}
-    gain = lambda test: len(lines[test]) / (0.01 + tests[test][0])
-    queue = [(-gain(test), test) for test in lines]
+    cases = collections.defaultdict(list)
+    for test in sorted(tests, key=lambda test: tests[test][0]):
+        cases[test.partition("[")[0]].append(test)
+    named = collections.defaultdict(list)
+    for function, (cheapest, *_) in cases.items():
+        file, _, name = function.rpartition("::")
+        for known in (function, f"{file.partition('::')[0]}::{name}", name):
+            named[known].append(cheapest)
+    chosen = {test for test in caught if test in tests}
+    for test in caught:
+        known = named[test.rpartition("::")[2] if test.startswith("tests/") else test]
+        chosen.update(sorted(known, key=lambda test: tests[test][0])[:1])
+    lines = {test: {*reached, test.partition("[")[0]} for test, (_, reached) in tests.items()}
+    left = set().union(*lines.values()).difference(*(lines[test] for test in chosen))
+    seconds_a_line = lambda test: (0.01 + tests[test][0]) / max(len(lines[test] & left), 1e-9)
+    queue = [(seconds_a_line(test), test) for test in tests if test not in chosen]
     heapq.heapify(queue)
-    chosen = set(kept)
-    while queue and left:
+    while queue:
         _, test = heapq.heappop(queue)
-        lines[test] &= left
-        if queue and -gain(test) > queue[0][0]:
-            heapq.heappush(queue, (-gain(test), test))
-        elif lines[test]:
+        now = seconds_a_line(test)
+        if queue and now > queue[0][0]:
+            heapq.heappush(queue, (now, test))
+        elif now < SECONDS:
             chosen.add(test)
             left -= lines[test]
-    return sorted(tests.keys() - chosen)
+        else:
+            break
+    return chosen
 
 
-def main() -> None:
-    """Write tests/repeats.txt from the files that `--lines` wrote."""
-    tests = {}
-    for path in sys.argv[1:]:
-        tests |= json.loads(Path(path).read_text())
+def choose_quick(paths: list[Path]) -> None:
+    """Write tests/quick.txt from the files that `--lines` wrote."""
+    measured = [json.loads(path.read_text()) for path in paths]
+    tests = {test: spent for each in measured for test, spent in each.items() if not test.startswith(OTHERS)}
     with (ROOT / "docs/data/mutants.csv").open() as file:
-        caught = {row["the first test that fails"] for row in csv.DictReader(file)}
-    kept = {test for test in tests if test in caught or test.partition("[")[0] in caught}
-    repeats = choose(tests, kept)
-    REPEATS.write_text("".join(f"{test}\n" for test in repeats))
-    seconds = [sum(tests[test][0] for test in each) for each in (tests, repeats)]
-    print(f"{len(repeats)} of {len(tests)} tests repeat others, {seconds[1]:.0f} of {seconds[0]:.0f} seconds")
+        caught = [row["the first test that fails"] for row in csv.DictReader(file)]
+    chosen = choose(tests, caught)
+    function = lambda test: test.partition("[")[0]
+    listed = {function(test) for test in tests.keys() - chosen}
+    lines = {test for test in chosen if function(test) in listed} | listed - set(map(function, chosen))
+    QUICK.write_text("".join(f"{line}\n" for line in sorted(lines)))
+    seconds = [sum(tests[test][0] for test in each) for each in (chosen, tests)]
+    print(f"{len(chosen)} of {len(tests)} tests, {seconds[0]:.0f} of {seconds[1]:.0f} seconds of CPU time")
+
+
+def check(paths: list[Path], kept: Path | None = None) -> None:
+    """Print the sums of the files that `--times` wrote, and keep them in a file; fail where they are beyond `MOST`."""
+    files = {file: spent for path in paths for file, spent in json.loads(path.read_text()).items()}
+    total = collections.Counter()
+    for spent in files.values():
+        total.update(spent)
+    total = {name: round(n, 1) for name, n in total.items()}
+    print(total)
+    if kept:
+        kept.write_text(json.dumps({"total": total, "files": files}, indent=1) + "\n")
+    if beyond := {name: total[name] for name, most in MOST.items() if total[name] > most}:
+        raise SystemExit(f"What every change must pass has at most {MOST}; got {beyond}: see CONTRIBUTING.md.")
 
 
 if __name__ == "__main__":
-    main()
+    command, *paths = sys.argv[1], *map(Path, sys.argv[2:])
+    commands = {
+        "choose": choose_quick,
+        "check": check,
+        "keep": lambda paths: check(paths, ROOT / "docs/data/test-times.json"),
+    }
+    commands[command](paths)

@@ -7,7 +7,7 @@ from benchmarks.figures import tables
 from chunkwise.command import times
 
 # The columns of docs/models.md: what tests showed of a model.
-SHOWN = ("config", "load", "save", "cache", "decode", "packed", "serving", "devices", "fine-tuned")
+SHOWN = ("config load save", "cache decode", "packed serving devices", "fine-tuned")
 
 
 @tables.block
@@ -102,20 +102,26 @@ def suites() -> str:
 
 @tables.block
 def models() -> str:
-    """What tests showed of every model, beside transformers, of its names and files, or of its layer alone."""
+    """What tests showed of every model: beside transformers (T), of its names and files (M), or of its layer (L)."""
     rows = tables.rows_of("models")
     shown = lambda column, **where: [x for x in tables.select(rows, **where) if column in x["shows"].split()]
 
-    def cell(model, layer, column):
-        own = shown(column, model=model)
+    def cell(column, **case):
+        own = shown(column, **case)
         beside = any("transformers" in x["with"] for x in own)
-        return "T" if beside else "M" if own else "L" if shown(column, model=None, layer=layer) else tables.NONE
+        return "T" if beside else "M" if own else "L" if shown(column, **case | {"model": None}) else tables.NONE
 
-    groups = {}
-    for model, layer in sorted({(x["model"], x["layer"]) for x in rows if x["model"]}, key=lambda x: x[::-1]):
-        cells = tuple(cell(model, layer, column) for column in SHOWN)
-        groups.setdefault((layer, cells), []).append(f"`{model}`")
-    columns = {"models": lambda x: ", ".join(groups[x]), "layer": lambda x: f"`{x[0]}`"}
-    columns |= {title: lambda x, i=i: x[1][i] for i, title in enumerate(SHOWN)}
-    under = " and ".join(sorted({x["with"] for x in rows}, key=len))
-    return f"{tables.table(groups, columns)}\n\nThey ran under {under}."
+    groups, cases = {}, sorted({(x["model"], x["layer"]) for x in rows if x["model"]})
+    for model, layer in cases:
+        cells = tuple("".join(cell(x, model=model, layer=layer) for x in columns.split()) for columns in SHOWN)
+        several = sum(x == model for x, _ in cases) > 1
+        groups.setdefault(cells, []).append(f"`{model}`" + several * f" (`{layer}`)")
+    columns = {"models": lambda x: ", ".join(groups[x])}
+    columns |= {title.replace(" ", ", "): lambda x, i=i: x[i] for i, title in enumerate(SHOWN)}
+    return tables.table(groups, columns)
+
+
+@tables.block
+def models_versions() -> str:
+    """The versions under which the tests of `models` ran."""
+    return f"They ran under {'; '.join(sorted({x['with'] for x in tables.rows_of('models')}, key=len))}."

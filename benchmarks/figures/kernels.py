@@ -3,6 +3,7 @@
 from benchmarks.cases import CASES
 from benchmarks.figures import tables
 from chunkwise.command import times
+from chunkwise.pipeline.operators import COMPOSITIONS
 from chunkwise.shared.chips import CHIPS
 
 MODELS = {
@@ -62,6 +63,13 @@ def cost_two_keys() -> str:
     columns |= {"ms": tables.of("fused", tables.fixed("estimate_ms"))}
     columns |= {"deltanet-tpu, ms": tables.of("deltanet-tpu", tables.fixed("estimate_ms", 1))}
     return tables.table(lines, columns)
+
+
+@tables.block
+def compositions() -> str:
+    """The operators that run another one."""
+    columns = {"operator": lambda x: f"`{x.chunk.__name__}`", "runs": lambda x: f"`chunk_{x.runs}`"}
+    return tables.table(COMPOSITIONS, columns | {"tokens of it for a token": lambda x: str(x.tokens)})
 
 
 @tables.block

@@ -45,7 +45,7 @@ REFERENCE = {
     "Flax": ["packages/integrations.nnx.md", "packages/integrations.md"],
     "Operators": [
         f"packages/{name}.md"
-        for name in ("fused_gdn", "kda", "two_keys", "fused_gla", "delta_product", "dplr", "mlstm")
+        for name in ("fused_gdn", "kda", "two_keys", "fused_gla", "delta_product", "dplr", "mlstm", "recipes")
     ],
     "Stages": [f"packages/{name}.md" for name in ("cumsum", "kkt", "solve_tril", "wy_fast", "chunk_h", "chunk_o")],
 }

@@ -86,7 +86,6 @@ def test_only_fused_decodes_a_whole_layer():
     assert found == [True, False, False]
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("implementation", ["fused", "staged"])
 def test_int8_states_without_a_ring(implementation):
     """A kernel decodes them where the operator is called alone; its results are those of float64."""

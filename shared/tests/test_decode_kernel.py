@@ -35,7 +35,6 @@ THOROUGH = dict(
 )
 
 
-pytestmark = pytest.mark.interpreted
 # What rings hold of tokens.
 RING = ("keys", "writes", "gates")
 # Key heads, value heads and what else differs.

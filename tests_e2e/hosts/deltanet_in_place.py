@@ -20,7 +20,7 @@ OPERATORS = {
     "gdn": ("gated_delta_rule", ("g", "beta")),
     "kda": ("kda", ("g", "beta")),
     "gla": ("gla", ("g",)),
-    "delta_rule": ("gated_delta_rule", ("beta",)),
+    "delta_rule": ("delta_rule", ("beta",)),
 }
 
 
@@ -58,8 +58,7 @@ def _gates(name: str, gates: dict, k: jax.Array, v: jax.Array, o: dict) -> tuple
     if o.get("stability_guard"):
         g = jnp.minimum(g, -1e-6)
         gates = gates if raw else gates | {"b": jnp.maximum(gates["b"], 0)}
-    per_head = name in ("gdn", "delta_rule")
-    found = [_heads(g, HV, None if per_head else K)]
+    found = [] if name == "delta_rule" else [_heads(g, HV, None if name == "gdn" else K)]
     if name == "gdn2":
         found += [_heads(gates["b"], HV, K), _heads(gates["w"], HV, V)]
         return found, dict.fromkeys(("use_erase_sigmoid_in_kernel", "use_write_sigmoid_in_kernel"), True) if raw else {}

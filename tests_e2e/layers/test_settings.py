@@ -190,8 +190,6 @@ def test_the_page_lists_every_model():
     files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
     found = {file.parent.name for file in files if file.parent.name != "auto" and kinds.search(file.read_text())}
     assert found == served.keys() | refused.keys()
-    cases = {case for cells in served.values() for case in re.findall("`([^`]+)`", cells[2])}
-    assert cases == set(MODELS)
     assert served.keys() == {model.module for model in MODELS.values()}
     for name, (layer, *_) in served.items():
         assert layer == f"`{next(m for m in MODELS.values() if m.module == name).functions[0].__name__}`"

@@ -14,7 +14,6 @@ from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
 from tests_e2e.mesh.meshes import MODES, P, collectives, make_mesh
 
-pytestmark = pytest.mark.interpreted
 CONFIGS = {
     "gated_delta_net": layers.GatedDeltaNetConfig(D=16, H=8, HV=16, K=128, V=128),
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=16, H=8, HV=8, K=128, V=128, lower_bound=-5.0),

@@ -14,7 +14,6 @@ from chunkwise.shared.testing.inputs import spec
 from chunkwise.shared.testing.tpu import has_libtpu, launches, topology_mesh
 from tests_e2e.mesh.meshes import P, collectives, inputs_of, make_mesh
 
-pytestmark = pytest.mark.interpreted
 SLOTS = 7
 
 

@@ -13,7 +13,7 @@ from benchmarks import calibrate, stale, step, tpu, tpu_peers
 from benchmarks.cases import CASES
 from benchmarks.figures import evidence, serving, tables
 from benchmarks.regions import Loop, Region, kernel_bundles, read_loop
-from benchmarks.scale import MIB, _sent, map_bytes, ring_attention_bytes, scan_bytes
+from benchmarks.scale import MIB, _sent
 from benchmarks.step import Mixture, branch_cycles, estimate, prefill_runs
 from benchmarks.tpu import _static, counts, launch_bytes, operations, operations_by_kind
 from benchmarks.turns import turns, turns_of
@@ -283,19 +283,6 @@ def test_what_a_device_sends():
     lines += ["%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1}}"]
     text = "\n  ".join(["ENTRY %main () -> f32[] {", *lines])
     assert _sent(f"{text}\n}}", 4) == {"collectives": "2 all-gather, 1 collective-permute", "sent_mib": 800 / MIB}
-
-
-def test_bytes_of_scans_and_of_ring_attention():
-    case = Layer("gated_delta_rule", H=1, HV=2, K=8, V=16)
-    assert map_bytes(case) == (4 * 2 * 8 * 8, 4 * 2 * 8 * 16)
-    assert map_bytes(Layer("gla", H=1, HV=2, K=8, V=16))[0] == 4 * 2 * 8
-    assert scan_bytes(case, "all_gather", 8) == 7 * 4 * 2 * 8 * 24
-    assert scan_bytes(case, "all_to_all", 2) == 4 * 8 * (8 + 2 * 16)
-    # Two heads are one for each of eight devices, of which six are zeros.
-    assert scan_bytes(case, "all_to_all", 8) == 7 * 4 * 8 * (8 + 2 * 16)
-    assert scan_bytes(case, "doubling", 8) == 4 * 2 * (3 * 8 * 24 + 8 * 16)
-    assert scan_bytes(case, "ring", 8) == 7 * 4 * 2 * 8 * 16
-    assert ring_attention_bytes(case, 8, T=64, kv_heads=2) == 7 * 64 * 2 * 24 * 2
 
 
 @pytest.mark.tpu

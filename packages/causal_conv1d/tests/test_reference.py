@@ -143,7 +143,6 @@ def test_gradients_of_plain_jax_are_those_of_the_definition(batch):
         assert_close(f"d{name}", d[name], want, GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gradients_of_the_kernel_are_those_of_plain_jax(batch, states):

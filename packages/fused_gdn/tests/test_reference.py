@@ -26,7 +26,6 @@ def test_xla(function, cu_seqlens):
     assert_recurrence(function, x, gradients=False, cu_seqlens=cu_seqlens, implementation="xla")
 
 
-@pytest.mark.interpreted
 def test_gradients_of_one_chunk_from_an_empty_state():
     """Interpreted in one program, of which XLA knows that the state is zeros, and that the cotangents are ones."""
     x = make_inputs(1, 20, 1, 1, 8, 8, dtype=jnp.bfloat16, normalise=False)
@@ -43,7 +42,6 @@ def test_gradients_of_one_chunk_from_an_empty_state():
         assert_close(f"d{name}", y, expected[name], tolerance(f"d{name}", "bfloat16"))
 
 
-@pytest.mark.interpreted
 def test_gradients_of_strong_raw_gates():
     """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
     x = strong_raw_inputs(make_inputs(2, 51, 2, 2, 16, 8), 30)

@@ -92,7 +92,6 @@ def test_chunk_sizes_agree(implementation):
             assert_close(name, y, results[0][name], 2 * FLOAT32_ROUNDING)
 
 
-@pytest.mark.interpreted
 def test_the_step_that_is_measured():
     """16 heads a step, two side by side in the lanes, in the order that was searched for; two such blocks of heads."""
     assert default_for(32, 32, 64, 128, 128, itemsize=2) == Config(16, 16)
@@ -101,7 +100,6 @@ def test_the_step_that_is_measured():
     compare(inputs, implementation="fused")
 
 
-@pytest.mark.interpreted
 def test_steps_share_a_key_head():
     """Two blocks of value heads on each of two key heads."""
     inputs = inputs_of(1, 20, 2, 8, 128, 64)
@@ -150,7 +148,6 @@ def test_gradients_of_strong_constant_gates(implementation, g):
 @pytest.mark.parametrize(
     ("dtype", "strength", "limit"), [(jnp.float32, 30, 3e-6), (jnp.bfloat16, 1, 2e-2), (jnp.bfloat16, 30, 2e-2)]
 )
-@pytest.mark.interpreted
 def test_gradients_of_strong_raw_gates(dtype, strength, limit):
     """The gradient of A_log is a sum of decays times their gradients, which are small where decays are strong."""
     x = strong_raw_inputs(inputs_of(2, 48, 1, 2, 16, 8), strength, dtype)
@@ -194,7 +191,6 @@ def test_min_gate_changes_nothing(implementation, bound, g, dtype):
             np.testing.assert_array_equal(promised[name], x, err_msg=name)
 
 
-@pytest.mark.interpreted
 def test_small_values_after_strong_gates():
     """A strong gate forgets a value that is much larger than the values after it, wherever it stands in 8 rows."""
     strong = [(2,), (2, 3), (1, 5, 9), (5, 6, 7)]

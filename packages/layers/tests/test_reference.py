@@ -17,7 +17,6 @@ from tests.shown import Shown, layer_of
 # Tokens that no sequence has hold numbers which must not matter.
 PACKED = np.array([0, 1, 1, 12, 19], np.int32)
 IDS = np.array([[-1, 4, 4, 4, 4, 7, 7, 7, 4, *[2] * 9, -1, -1, -1], [*[0] * 20, 1]], np.int32)
-pytestmark = pytest.mark.interpreted
 
 
 def but_for(*quick: str):
@@ -26,7 +25,7 @@ def but_for(*quick: str):
 
 
 THOROUGH = dict(
-    test_packed_sequences=but_for("mamba2_mixer", "gated_delta_product", "mlstm_layer"),
+    test_packed_sequences=but_for("comba_layer", "mamba2_mixer", "gated_delta_product", "mlstm_layer"),
     # Operators and convolutions have segments of their own, and all layers hand the ids on in the same way.
     test_segments=but_for("gated_delta_net", "mlstm_layer"),
     test_an_id_of_padding=lambda name: name != "lightning_attention",

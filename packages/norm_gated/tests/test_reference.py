@@ -59,7 +59,6 @@ def test_activations_and_gradients_are_those_of_the_definition(activation, norm_
         assert_close(f"d{name}", d[name], want, GRADIENT_TOLERANCE["float32"])
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_of_the_kernel_are_those_of_plain_jax(shape):
     """Plain JAX is differentiated by JAX, and its gradients are compared with the definition above."""

@@ -5,10 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from chunkwise.pipeline import chunk_gated_delta_rule
+from chunkwise.pipeline import chunk_gated_delta_rule, chunk_simple_gla
 from chunkwise.pipeline.operators import COMPOSED, OPERATORS
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import NOT_TOKENS, make_inputs
@@ -26,6 +27,7 @@ THOROUGH = dict(
     test_export_with_open_sizes=lambda name, packed: (
         packed or name not in ("chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "recurrent_kda", "chunk_mlstm")
     ),
+    test_traced_boundaries_that_fall=lambda implementation: implementation != "xla",
     test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
 )
 
@@ -60,6 +62,16 @@ def test_new_boundaries_do_not_retrace(implementation, states):
     o, _ = results[2]
     expected, _ = reference(**inputs, cu_seqlens=[0, 0, 33])
     assert_close("o", o, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "staged", "fused"])
+def test_traced_boundaries_that_fall(implementation):
+    """No program can refuse them: a boundary below the one before it acts as that one, in all implementations."""
+    x = OPERATORS["chunk_simple_gla"].source.inputs(1, 6, 1, 1, 8, 8, num_states=2)
+    function = functools.partial(chunk_simple_gla, **x, output_final_state=True, implementation=implementation)
+    run = jax.jit(lambda cu: function(cu_seqlens=cu))
+    found, want = (run(jnp.array([0, 5, last], jnp.int32)) for last in (3, 5))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 KERNELS = [(name, "fused") for name in OPERATORS] + [(x.name, "staged") for x in OPERATORS.values() if x.chunked]

@@ -18,7 +18,6 @@ SIZES = 1, 70, 1, 2, 16, 8
 PACK = boundaries(40, 0, 30)
 NAMES = [*OPERATORS, "chunk_delta_rule", "recurrent_delta_rule"]
 RAGGED = ["gated_delta_rule", "kda", "gdn2", "comba", "simple_gla", "gla", "delta_rule"]
-pytestmark = pytest.mark.interpreted
 # The operators share what turns None into no decay; the delta rules have kernels of two packages, GLA of a third.
 THOROUGH = dict(
     test_no_decay=lambda name, implementation: (name, implementation) not in (

@@ -57,7 +57,6 @@ def test_narrow_types_are_widened(implementation):
     assert_close("A_inv", A_inv, stage_oracle.inverse(A), STAGE_TOLERANCE)
 
 
-@pytest.mark.interpreted
 @both
 def test_known_inverse(implementation):
     """It is returned as it is, and the gradient is that of the inverse."""
