@@ -103,15 +103,16 @@ def tpu_whole_mixers() -> str:
     rows = tables.rows_of("tpu-whole-mixers")
     lines = [row for case in names for row in tables.select(rows, case=case)]
 
-    def part(cycles):
-        total = lambda row: row["least_kernel_cycles"] + sum(row["operations"].values())
-        return lambda row: f"{tables.whole(cycles(row))}, {tables.percent(cycles(row) / total(row))}"
+    def parts(row):
+        found = row["operations"]
+        return found["products"], row["least_kernel_cycles"], found["copies"], found["others"]
 
-    kind = lambda name: part(lambda row: row["operations"][name])
+    shares = lambda row: "/".join(f"{100 * cycles / sum(parts(row)):.0f}" for cycles in parts(row))
     columns = {
-        "mixer": lambda row: names[row["case"]], "pass": tables.way, "products, cycles": kind("products"),
-        "kernels, at least": part(lambda row: row["least_kernel_cycles"]), "copies": kind("copies"),
-        "other operations": kind("others"), "temporaries, MiB": tables.memory("temporaries_mib"),
+        "mixer": lambda row: names[row["case"]], "pass": tables.way,
+        "cycles, at least": lambda row: tables.whole(sum(parts(row))),
+        "products/kernels/copies/others, %": shares,
+        "temporaries, MiB": tables.memory("temporaries_mib"),
     }  # fmt: skip
     return tables.table(lines, columns)
 
