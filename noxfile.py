@@ -163,10 +163,7 @@ def types(session):
 
 @nox.session(python=LATEST)
 def tests(session):
-    """Run all tests that every change must pass; with `-- --changed` those of packages that a change reaches.
-
-    They are those of packages with a sample on a simulated TPU, those of the sessions `e2e` and `mesh`.
-    """
+    """Run all tests that every change must pass; with `-- --changed` those of packages that a change reaches."""
     needs, arguments = packages.needs_of_tests(), [*session.posargs]
     if "--changed" in arguments:
         arguments.remove("--changed")
@@ -177,17 +174,16 @@ def tests(session):
         session.run("pytest", *WORKERS, *QUICK, *chosen, *arguments)
         return
     prepare(session, "e2e")
-    keep = "--keep" in arguments
     times = run_tests(session, "--times", *QUICK, *(x for x in arguments if x != "--keep"))
-    session.run("python", "-m", "tests.measuring", "keep" if keep else "check", *times)
+    session.run("python", "-m", "tests.measuring", "keep" if "--keep" in arguments else "check", *times)
 
 
 def run_tests(session: nox.Session, measured: str, *arguments: str) -> list[Path]:
     """Run the tests of packages, of operators end to end and of eight devices; return what an option measured."""
-    folders = ((*packages.needs_of_tests(), *END_TO_END), {}), (("tests_e2e/mesh",), MANY_THREADS)
-    paths = [Path(session.create_tmp(), f"{name}.json") for name in ("tests", "mesh")]
-    for (chosen, env), path in zip(folders, paths, strict=True):
-        session.run("pytest", *WORKERS, measured, path, *arguments, *chosen, env=env)
+    paths = [Path(session.create_tmp(), name) for name in ("tests.json", "mesh.json")]
+    folders = (*packages.needs_of_tests(), *END_TO_END)
+    session.run("pytest", *WORKERS, measured, paths[0], *arguments, *folders)
+    session.run("pytest", *WORKERS, measured, paths[1], *arguments, "tests_e2e/mesh", env=MANY_THREADS)
     return paths
 
 
@@ -198,20 +194,6 @@ def cover(session):
     measured = run_tests(session, "--lines", "-m", "not thorough or repeats")
     session.run("python", "-m", "tests.measuring", "choose", *measured)
     session.notify("tests", ["--keep"])
-
-
-@nox.session(python=LATEST, default=False)
-def e2e(session):
-    """Run the operators as a user calls them, and beside those of transformers."""
-    prepare(session, "e2e")
-    session.run("pytest", *WORKERS, *QUICK, "tests_e2e", *session.posargs)
-
-
-@nox.session(python=LATEST, default=False)
-def mesh(session):
-    """Run the operators over eight simulated devices, and over two processes."""
-    prepare(session, "mesh")
-    session.run("pytest", *WORKERS, *QUICK, "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
 
 
 @nox.session(python=OLDEST, default=OLDEST != LATEST)

@@ -118,5 +118,10 @@ def models() -> str:
         groups.setdefault(cells, []).append(f"`{model}`" + several * f" (`{layer}`)")
     columns = {"models": lambda x: ", ".join(groups[x])}
     columns |= {title.replace(" ", ", "): lambda x, i=i: x[i] for i, title in enumerate(SHOWN)}
-    under = sorted({x["with"] for x in rows}, key=len)
-    return f"{tables.table(groups, columns)}\n\nVersions: {'; '.join(under)}."
+    return tables.table(groups, columns)
+
+
+@tables.block
+def models_versions() -> str:
+    """The versions under which the tests of `models` ran."""
+    return f"They ran under {'; '.join(sorted({x['with'] for x in tables.rows_of('models')}, key=len))}."

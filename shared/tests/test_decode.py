@@ -13,7 +13,7 @@ from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving.decode import launch
-from chunkwise.shared.serving.few_tokens import token_by_token
+from chunkwise.shared.serving.few_tokens import scan_tokens
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -231,7 +231,7 @@ def test_padding_may_hold_anything():
     poisoned = {name: y if name == "initial_state" else y.at[:, 5:].set(jnp.nan) for name, y in x.items()}
 
     def loss(x):
-        o, states = token_by_token(**x, scale=0.3, cu_seqlens=boundaries(2, 3), normalise=True)
+        o, states = scan_tokens(**x, scale=0.3, cu_seqlens=boundaries(2, 3), normalise=True)
         return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(states))
 
     gradient = jax.jit(jax.grad(loss))

@@ -91,10 +91,10 @@ def test_pairs_of_rows():
 
 def test_outputs_at_queries():
     q, o = make(jnp.float32, (False, False, True)), jnp.arange(2 * T).reshape(2, T)
-    np.testing.assert_array_equal(interleaved.at_queries(q, o), o[:, 2::3])
+    np.testing.assert_array_equal(interleaved.select_queries(q, o), o[:, 2::3])
     few = o[:, : T // 3]
-    assert interleaved.at_queries(q, few) is few
-    assert interleaved.at_queries(o, o) is o
+    assert interleaved.select_queries(q, few) is few
+    assert interleaved.select_queries(o, o) is o
 
 
 def test_what_a_chunk_cannot_hold_becomes_one_array():

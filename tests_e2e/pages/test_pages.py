@@ -128,3 +128,12 @@ def test_data_says_how_it_was_made(name):
     saved = json.loads((ROOT / "docs/data" / name).read_text())
     assert saved["rows"]
     assert saved["command"] is not None or {"note", "measured"} <= saved.keys()
+
+
+def test_what_shows_a_model_is_a_test():
+    """The tests that docs/data/models.json names exist, and the tables of their files say that they show something."""
+    for test in {row["test"] for row in tables.rows_of("models")}:
+        path, name = test.split("::")
+        text = (ROOT / path).read_text()
+        assert f"def {name}(" in text, test
+        assert name in text.split("SHOWS = ")[1], test

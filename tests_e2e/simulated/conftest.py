@@ -17,7 +17,7 @@ def simulated_tpu(request, monkeypatch):
     """
     if not compat.EFFECTS_UNDER_OPTIMIZE_REMAT:
         # By `optimize_remat` a forward computes less where a program reads no outputs. Here it computes them.
-        monkeypatch.setattr(remat, "unless_unread", lambda whole, part, *args: whole(*args))
+        monkeypatch.setattr(remat, "recompute_if_unused", lambda whole, part, *args: whole(*args))
     # Loads and stores with a stride are simulated, where plain interpretation does without them.
     monkeypatch.setattr(matmul, "is_interpreted", lambda: False)
     cores = request.node.callspec.params.get("cores", 1) if hasattr(request.node, "callspec") else 1

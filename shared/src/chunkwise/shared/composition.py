@@ -86,7 +86,7 @@ def over_tokens(
     if pool is not None:
         written = jnp.where(jnp.diff(x.cu_seqlens) > 0, x.slots.state_indices, jnp.int32(-1))
         states = state_pool.with_tokens_of(states, pool, written, n)
-    return interleaved.at_queries(q, o), states
+    return interleaved.select_queries(q, o), states
 
 
 def _over_ring(x: Arguments, options: Options, n: int) -> tuple[Arguments, Options]:

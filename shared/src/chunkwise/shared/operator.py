@@ -51,7 +51,7 @@ class Operator:
 
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over whole sequences, chunk by chunk; the output has the tokens that q has."""
-        x, options = self._taken(x, options)
+        x, options = self._checked(x, options)
         checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.channels))
         x = arguments.check_shared(x, options)
         if self.warns:
@@ -63,14 +63,14 @@ class Operator:
             T = x.q.shape[1] * lax.axis_size(checks.check_context_axis(options.context_axis))
             x = x._replace(cu_seqlens=chunking.rising(x.cu_seqlens, T))
         name = f"chunk_{self.name}"
-        o, states = _located(chosen, x, options, implementations.run, name)()
-        return interleaved.at_queries(x.q, o), states
+        o, states = _bound_to_devices(chosen, x, options, implementations.run, name)()
+        return interleaved.select_queries(x.q, o), states
 
     def recurrent(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over a few tokens of every sequence, token by token; without any slot there is no pool."""
         if all(y is None for y in x.slots):
             x = x._replace(slots=None)
-        x, options = self._taken(x, options)
+        x, options = self._checked(x, options)
         x = arguments.check_shared(x, options)
         few_tokens.check_states(x)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
@@ -80,28 +80,28 @@ class Operator:
         }
         chosen = implementations.choose(known, implementation, x, options)
         name = f"recurrent_{self.name}"
-        return _located(chosen, x, options, implementations.run, name)()
+        return _bound_to_devices(chosen, x, options, implementations.run, name)()
 
     def ragged(self, x: Arguments, options: Options, implementation: str | None) -> tuple[jax.Array, Any]:
         """Run a serving step; `x.initial_state` is the pool."""
-        x, options = self._taken(x, options)
+        x, options = self._checked(x, options)
         x = arguments.check_shared(x, options)
         x, options = run.check_step(x, options)
         chosen = implementations.choose(self.implementations, implementation, x, options)
         name, strict = f"recurrent_{self.name}_fwd", implementation == "fused"
         step = functools.partial(run.run_step, name=name, strict=strict)
-        o, pool = _located(chosen, x, options, step, pool="states")()
+        o, pool = _bound_to_devices(chosen, x, options, step, pool="states")()
         assert pool is not None
         return o, pool
 
-    def _taken(self, x: Arguments, options: Options) -> tuple[Arguments, Options]:
+    def _checked(self, x: Arguments, options: Options) -> tuple[Arguments, Options]:
         """Return checked arguments, and options with the law of the operator."""
         x, options = x.with_int32(), options._replace(erase_before_decay=self.erase_before_decay)
         self.check(x, options)
         return arguments.with_gates(x, options) if self.gated else x, options
 
 
-def _located(
+def _bound_to_devices(
     implementation: Implementation,
     x: Arguments,
     options: Options,

@@ -221,7 +221,7 @@ def _state_before(refs: GdnRefs, chunk: stage_chunks.StageChunk, part: tile.Head
     if refs.M is None or chunk.index:
         return chunk_loop.load_state(refs, chunk, part.values_at)
     S = refs.state[part.values_at]
-    before = chunk_loop.or_initial(S[:, :, : part.V], refs, chunk, part.values_at)
+    before = chunk_loop.first_state(S[:, :, : part.V], refs, chunk, part.values_at)
     i, j = (lax.broadcasted_iota(jnp.int32, (part.heads, part.K, part.K), axis) for axis in (1, 2))
     identity = tile.indicator(i == j)
     M = jnp.where(chunk.span.first == 1, identity, S[:, :, part.map_lane :])

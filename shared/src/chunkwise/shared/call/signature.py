@@ -51,7 +51,7 @@ def by_name(
                     kwargs = with_new_name(function.__name__, kwargs, old, new)
             named = defaults | unknown_arguments.bind(function.__name__, known, args, kwargs)
             warn_chunk_size(args[scale] if scale is not None and len(args) > scale else None)
-            if untouched.may_be_replaced():
+            if untouched.qwix_is_imported():
                 return untouched.run(run, *split(named))
             return run(*split(named))
 

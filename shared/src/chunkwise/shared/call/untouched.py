@@ -10,7 +10,7 @@ import jax
 _QWIX = "qwix._src.interception"
 
 
-def may_be_replaced() -> bool:
+def qwix_is_imported() -> bool:
     """Return whether functions of JAX may be replaced: qwix has been imported."""
     return _QWIX in sys.modules
 

@@ -265,7 +265,7 @@ def _forward(kernels: Kernels, options: Options, x: Arguments, precomputed: dict
     whole = functools.partial(launch, _outputs(options))
     if names:
         # Nobody reads the output under rematerialisation, nor in a program of gradients only.
-        residuals, out = remat.unless_unread(whole, lambda *args: launch((), *args)[0], x, spans, precomputed)
+        residuals, out = remat.recompute_if_unused(whole, lambda *args: launch((), *args)[0], x, spans, precomputed)
     else:
         residuals, out = whole(x, spans, precomputed)
     residuals, out = remat.save_for_backward((residuals, out))

@@ -19,7 +19,7 @@ def save_for_backward(tree):
     return jax.tree.map(functools.partial(checkpoint_name, name=RESIDUAL_NAME), tree)
 
 
-def unless_unread(whole: Callable, part: Callable, *args: object) -> tuple[Any, Any]:
+def recompute_if_unused(whole: Callable, part: Callable, *args: object) -> tuple[Any, Any]:
     """Return the pair (kept, rest) of whole(*args); a program that does not read `rest` runs part(*args) instead.
 
     JAX drops results that nobody reads, but not of a kernel launch: if one result is read, all are computed. This is

@@ -149,7 +149,7 @@ def _known(y: object) -> bool:
     return isinstance(y, Interleaved)
 
 
-def at_queries(q: Tokens, o: jax.Array) -> Any:
+def select_queries(q: Tokens, o: jax.Array) -> Any:
     """Return outputs [B, T, ...] of the tokens with queries, from outputs of all tokens or of these alone."""
     if not isinstance(q, Interleaved):
         return o

@@ -40,7 +40,7 @@ def check_states(x: Arguments) -> None:
         checks.check_slot_values(slots.state_indices, "initial_state", x.initial_state.shape[0])
 
 
-def token_by_token(
+def scan_tokens(
     q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False,
     erase_before_decay: bool = False,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def run_tokens(
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
     x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
-    if choose.by_kernel(implementation, x, StatePool(pool), _of_all(x, slots), static, strict=strict):
+    if choose.by_kernel(implementation, x, StatePool(pool), _all_slots(x, slots), static, strict=strict):
         leaves, structure = jax.tree.flatten((x, pool, slots))
         o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
     else:
@@ -116,7 +116,7 @@ def _within_arrays(x: Arguments, slots: Slots, count: int) -> tuple[Arguments, S
     return x, slots
 
 
-def _of_all(x: Arguments, slots: Slots) -> Slots:
+def _all_slots(x: Arguments, slots: Slots) -> Slots:
     """Return the slots of decodes alone; without a pool sequence n has slot n."""
     slot = jnp.arange(x.num_states, dtype=jnp.int32) if slots.state_indices is None else slots.state_indices
     return Slots(slot, slots.has_initial_state, num_decodes=x.num_states)
@@ -125,7 +125,7 @@ def _of_all(x: Arguments, slots: Slots) -> Slots:
 def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, in plain JAX."""
     states = slot_rows.read_states(pool, slots).astype(jnp.float32)
-    o, states = token_by_token(
+    o, states = scan_tokens(
         x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p,
         erase_before_decay=static.erase_before_decay,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def _forward(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, by the kernel."""
     B, T = x.q.shape[:2]
     starts = jnp.arange(B + 1, dtype=jnp.int32) * jnp.int32(T) if x.cu_seqlens is None else x.cu_seqlens
-    o, _, after = launch.launch(records.of_rule(static, x), (), StatePool(pool), starts, _of_all(x, slots))
+    o, _, after = launch.launch(records.of_rule(static, x), (), StatePool(pool), starts, _all_slots(x, slots))
     return o.reshape(x.v.shape), after.states
 
 

@@ -224,7 +224,7 @@ def _plain_tokens(
     if static.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     before = state_pool.read(pool, routes.source, accepted)
-    o, states, writes = few_tokens.token_by_token(
+    o, states, writes = few_tokens.scan_tokens(
         q, k, v, g, beta, static.scale, before, None, False, p, True, static.erase_before_decay
     )  # fmt: skip
     if pool.replay:

@@ -246,10 +246,10 @@ def load_state(refs: Any, prev: StageChunk, heads: slice) -> jax.Array:
     branch, and the compiler moves no operation across it. Only the search for rows that are not finite needs it stored.
     """
     S = refs.state[heads]
-    return S if refs.pool is not None or prev.masks is not None else or_initial(S, refs, prev, heads)
+    return S if refs.pool is not None or prev.masks is not None else first_state(S, refs, prev, heads)
 
 
-def or_initial(S: jax.Array, refs: Any, chunk: StageChunk, heads: slice) -> jax.Array:
+def first_state(S: jax.Array, refs: Any, chunk: StageChunk, heads: slice) -> jax.Array:
     """Return the initial state of some heads where the chunk is the first one of its row, and S elsewhere."""
     if chunk.index:  # no other chunk of a grid step is the first one of a row
         return S

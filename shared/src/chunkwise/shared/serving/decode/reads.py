@@ -182,7 +182,7 @@ def _weigh_rings(refs: DecodeRefs, s: DecodeStatic, b, counts, scores) -> tuple[
     n, dtype = refs.buffers.before.shape[1], refs.buffers.ring_write.dtype
     if refs.work.starts is not None:
         blocks = ring.blocks(s.HV, s.HV)
-        return None, [ring.weigh(x, None, n, len(block), dtype) for x, block in zip(scores, blocks, strict=True)]
+        return None, [ring.ring_weights(x, None, n, len(block), dtype) for x, block in zip(scores, blocks, strict=True)]
     blocks = ring.blocks(s.H, s.HV)
     gates = [ring.existing(refs.ring("gate", b, place), count, 1) for place, count in enumerate(counts)]
     left, start = ring.remaining(gates, len(blocks[0]))
@@ -191,7 +191,7 @@ def _weigh_rings(refs: DecodeRefs, s: DecodeStatic, b, counts, scores) -> tuple[
         # Once for keys and once for queries of each token.
         starts = [at + block[0] for at in range(0, n * s.HV, s.HV) for _ in range(2 * s.decode_tokens)]
         decays = jnp.concatenate([left[at : at + len(block)] for at in starts])
-        weights.append(ring.weigh(x, decays, n, len(block), dtype))
+        weights.append(ring.ring_weights(x, decays, n, len(block), dtype))
     return start, weights
 
 

@@ -127,7 +127,7 @@ def score(
     return jnp.concatenate(found)
 
 
-def weigh(scores: jax.Array, left: jax.Array | None, n: int, B: int, dtype) -> list[tuple[jax.Array, ...]]:
+def ring_weights(scores: jax.Array, left: jax.Array | None, n: int, B: int, dtype) -> list[tuple[jax.Array, ...]]:
     """Return the weights of writes for keys and queries of every sequence, in parts [1, 2 B tokens, L B].
 
     Args:
@@ -195,7 +195,7 @@ def _decayed_keys_of_heads(keys, gates, count, HV: int, rows: int) -> tuple[jax.
     return keys * tiles.to_column(of_row[None])[0], tiles.to_column(start[None])[0]
 
 
-def fold_head(
+def apply_ring(
     state: jax.Array, keys: jax.Array, writes: jax.Array, decay: jax.Array, ring_dtype
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the state [K, V] after its ring, in the type of the pool, and its scales [1, K], None unless it is int8.
