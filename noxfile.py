@@ -51,11 +51,18 @@ WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--duratio
 
 # The packages that every change installs alone: a kernel, and the one that needs all others.
 SOLO = ("kkt", "pipeline")
+# The tests of operators as a user calls them, and of pages; those of eight devices have a process of their own.
+END_TO_END = [f"tests_e2e/{name}" for name in ("examples", "layers", "operators", "pages", "repository")]
 # The tests that every change must pass; the session `thorough` runs the others.
 QUICK = ("-m", "not thorough")
 
 # Collectives of simulated devices wait for threads of all of them: more than a small machine has cores.
 MANY_THREADS = {"NPROC": "16"}
+
+# Workers and sessions share the programs that they compile for the CPU, and the next run finds them.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".nox/programs")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # pip compiles every module of jax, torch and transformers to bytecode, which takes longer than a session's own work.
 # Python keeps the bytecode of what the first process imports: without it jax takes 3 s more in each of the others.
@@ -156,58 +163,38 @@ def types(session):
 
 @nox.session(python=LATEST)
 def tests(session):
-    """Run all tests that every change must pass; with `-- --changed` those of packages that a change reaches.
-
-    They are those of packages with a sample on a simulated TPU, those of the sessions `e2e` and `mesh`.
-    """
+    """Run all tests that every change must pass; with `-- --changed` those of packages that a change reaches."""
     needs, arguments = packages.needs_of_tests(), [*session.posargs]
-    chosen, whole = list(needs), "--changed" not in arguments
-    if not whole:
+    if "--changed" in arguments:
         arguments.remove("--changed")
         chosen = packages.reached(packages.changed_files(), needs)
-    if not chosen:
-        session.skip("The tests of packages read none of the files that differ from main.")
+        if not chosen:
+            session.skip("The tests of packages read none of the files that differ from main.")
+        prepare(session, "test")
+        session.run("pytest", *WORKERS, *QUICK, *chosen, *arguments)
+        return
     prepare(session, "e2e")
-    session.run("pytest", *WORKERS, *QUICK, *chosen, *["tests_e2e"] * whole, *arguments)
-    if whole:
-        session.run("pytest", *WORKERS, *QUICK, "tests_e2e/mesh", *arguments, env=MANY_THREADS)
+    times = run_tests(session, "--times", *QUICK, *(x for x in arguments if x != "--keep"))
+    session.run("python", "-m", "tests.measuring", "keep" if "--keep" in arguments else "check", *times)
+
+
+def run_tests(session: nox.Session, measured: str, *arguments: str) -> list[Path]:
+    """Run the tests of packages, of operators end to end and of eight devices; return what an option measured."""
+    folders = {"tests": (*packages.needs_of_tests(), *END_TO_END), "mesh": ("tests_e2e/mesh",)}
+    paths = [Path(session.create_tmp(), f"{name}.json") for name in folders]
+    for path, (name, chosen) in zip(paths, folders.items(), strict=True):
+        threads = MANY_THREADS if name == "mesh" else {}
+        session.run("pytest", *WORKERS, measured, path, *arguments, *chosen, env=threads)
+    return paths
 
 
 @nox.session(python=LATEST, default=False)
 def cover(session):
-    """Measure what all tests but thorough ones cost and reach, and write which of them repeat others."""
+    """Measure what tests cost and reach, choose those that every change must pass, and keep what these cost."""
     prepare(session, "e2e")
-    tmp = session.create_tmp()
-    for name, chosen, env in (
-        ("tests", [*packages.needs_of_tests(), "tests_e2e"], {}),
-        ("mesh", ["tests_e2e/mesh"], MANY_THREADS),
-    ):
-        session.run(
-            "pytest",
-            *WORKERS,
-            "-m",
-            "not thorough or repeats",
-            "--lines",
-            f"{tmp}/{name}.json",
-            *chosen,
-            env=env,
-            success_codes=(0, 1),
-        )
-    session.run("python", "-m", "tests.measuring", f"{tmp}/tests.json", f"{tmp}/mesh.json")
-
-
-@nox.session(python=LATEST, default=False)
-def e2e(session):
-    """Run the operators as a user calls them, and beside those of transformers."""
-    prepare(session, "e2e")
-    session.run("pytest", *WORKERS, *QUICK, "tests_e2e", *session.posargs)
-
-
-@nox.session(python=LATEST, default=False)
-def mesh(session):
-    """Run the operators over eight simulated devices, and over two processes."""
-    prepare(session, "mesh")
-    session.run("pytest", *WORKERS, *QUICK, "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
+    measured = run_tests(session, "--lines", "-m", "not thorough or repeats")
+    session.run("python", "-m", "tests.measuring", "choose", *measured)
+    session.notify("tests", ["--keep"])
 
 
 @nox.session(python=OLDEST, default=OLDEST != LATEST)

@@ -66,8 +66,8 @@ LAYERS = {
             groups=2,
         ),
     ),
-    "comba": named("comba", layers.CombaConfig(**SIZES)),
-    "comba_without_gate": named("comba", layers.CombaConfig(**SIZES, output_gate=False)),
+    "comba_layer": named("comba_layer", layers.CombaConfig(**SIZES)),
+    "comba_layer_without_gate": named("comba_layer", layers.CombaConfig(**SIZES, output_gate=False)),
     "gated_linear_attention": named("gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5)),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
     "delta_net": named(

@@ -1,7 +1,8 @@
 """What tests cost and reach: CPU time by kind, compiled programs, and the lines of the source that they run.
 
 The options of pytest are `--times PATH`, which writes what each file of tests costs, and `--lines PATH`, which keeps
-for every test its time and its lines. `python -m tests.measuring` chooses from the latter the cases that repeat others.
+for every test its time and its lines. `python -m tests.measuring` checks the former, and chooses from the latter the
+tests that every change must pass.
 """
 
 import collections
@@ -19,7 +20,11 @@ ROOT = Path(__file__).parents[1]
 # The cases that every change must pass, of functions that have others; a function without a case has none. A function
 # that is not there is as its own file says.
 QUICK = ROOT / "tests/quick.txt"
-# One case of every function that takes less stays, so many seconds of CPU time.
+# What the tests that every change must pass have at most, of numbers that no machine changes.
+MOST = {"tests": 2_400, "programs": 6_000}
+# What these test is not the source: pages, data and the simulated TPU. Their own files say what is quick.
+OTHERS = tuple(f"tests_e2e/{name}/" for name in ("examples", "pages", "repository", "simulated"))
+# A test that every change must pass reaches a line, or tests a function, that no other does for every so many seconds.
 SECONDS = 2.0
 # The events of JAX that say how long it traced, lowered and compiled.
 KINDS = {
@@ -113,7 +118,9 @@ def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def choose(tests: dict[str, tuple[float, list[str]]], caught: list[str]) -> set[str]:
-    """Return the tests that every change must pass: a cover of what all tests reach, greedy by seconds.
+    """Return the tests that every change must pass: a cover of lines and of functions of tests, greedy by seconds.
+
+    What only takes more than `SECONDS` is left out.
 
     Args:
       tests: for every test its seconds, and the lines that it reaches.
@@ -132,31 +139,28 @@ def choose(tests: dict[str, tuple[float, list[str]]], caught: list[str]) -> set[
     for test in caught:
         known = named[test.rpartition("::")[2] if test.startswith("tests/") else test]
         chosen.update(sorted(known, key=lambda test: tests[test][0])[:1])
-    lines = {test: set(reached) for test, (_, reached) in tests.items()}
-    for function, (cheapest, *_) in cases.items():
-        if tests[cheapest][0] < SECONDS:
-            for test in cases[function]:
-                lines[test].add(function)
+    lines = {test: {*reached, test.partition("[")[0]} for test, (_, reached) in tests.items()}
     left = set().union(*lines.values()).difference(*(lines[test] for test in chosen))
-    gain = lambda test: len(lines[test] & left) / (0.01 + tests[test][0])
-    queue = [(-gain(test), test) for test in tests if test not in chosen]
+    seconds_a_line = lambda test: (0.01 + tests[test][0]) / max(len(lines[test] & left), 1e-9)
+    queue = [(seconds_a_line(test), test) for test in tests if test not in chosen]
     heapq.heapify(queue)
-    while queue and left:
+    while queue:
         _, test = heapq.heappop(queue)
-        now = -gain(test)
+        now = seconds_a_line(test)
         if queue and now > queue[0][0]:
             heapq.heappush(queue, (now, test))
-        elif now:
+        elif now < SECONDS:
             chosen.add(test)
             left -= lines[test]
+        else:
+            break
     return chosen
 
 
-def main() -> None:
+def choose_quick(paths: list[Path]) -> None:
     """Write tests/quick.txt from the files that `--lines` wrote."""
-    tests = {}
-    for path in sys.argv[1:]:
-        tests |= json.loads(Path(path).read_text())
+    measured = [json.loads(path.read_text()) for path in paths]
+    tests = {test: spent for each in measured for test, spent in each.items() if not test.startswith(OTHERS)}
     with (ROOT / "docs/data/mutants.csv").open() as file:
         caught = [row["the first test that fails"] for row in csv.DictReader(file)]
     chosen = choose(tests, caught)
@@ -168,5 +172,25 @@ def main() -> None:
     print(f"{len(chosen)} of {len(tests)} tests, {seconds[0]:.0f} of {seconds[1]:.0f} seconds of CPU time")
 
 
+def check(paths: list[Path], kept: Path | None = None) -> None:
+    """Print the sums of the files that `--times` wrote, and keep them in a file; fail where they are beyond `MOST`."""
+    files = {file: spent for path in paths for file, spent in json.loads(path.read_text()).items()}
+    total = collections.Counter()
+    for spent in files.values():
+        total.update(spent)
+    total = {name: round(n, 1) for name, n in total.items()}
+    print(total)
+    if kept:
+        kept.write_text(json.dumps({"total": total, "files": files}, indent=1) + "\n")
+    if beyond := {name: total[name] for name, most in MOST.items() if total[name] > most}:
+        raise SystemExit(f"What every change must pass has at most {MOST}; got {beyond}: see CONTRIBUTING.md.")
+
+
 if __name__ == "__main__":
-    main()
+    command, *paths = sys.argv[1], *map(Path, sys.argv[2:])
+    commands = {
+        "choose": choose_quick,
+        "check": check,
+        "keep": lambda paths: check(paths, ROOT / "docs/data/test-times.json"),
+    }
+    commands[command](paths)

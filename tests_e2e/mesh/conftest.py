@@ -14,4 +14,4 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices():
-    assert jax.device_count() == DEVICES, "run this folder in a process of its own: nox -s mesh"
+    assert jax.device_count() == DEVICES, "run this folder in a process of its own, as nox -s tests does"

@@ -29,7 +29,7 @@ CONFIGS = {
     "lightning_attention_turned": layers.LightningAttentionConfig(
         **SIZES, qk_norm=True, frequencies=(1.0, 0.1), groups=4
     ),
-    "comba": layers.CombaConfig(**SIZES | dict(H=2)),
+    "comba_layer": layers.CombaConfig(**SIZES | dict(H=2)),
     "gated_linear_attention": layers.GatedLinearAttentionConfig(**SIZES | dict(H=2), R=4),
     "gated_delta_product": layers.GatedDeltaProductConfig(**SIZES | dict(H=2)),
     "rwkv7_attention": layers.Rwkv7AttentionConfig(**SIZES, R_decay=4, R_rate=4, R_gate=4),

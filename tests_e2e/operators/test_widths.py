@@ -43,7 +43,8 @@ QUICK = (
     ("kda", (80, 112)), ("dplr", (64, 64)),
 )  # fmt: skip
 THOROUGH = dict(
-    test_nothing_stands_around_a_launch=lambda operator, widths, chip: (operator, widths) not in QUICK or chip != "v6e"
+    test_nothing_stands_around_a_launch=lambda operator, widths, chip: (operator, widths) not in QUICK or chip != "v6e",
+    test_steps_of_a_token=True,
 )
 
 
@@ -68,14 +69,28 @@ def test_nothing_stands_around_a_launch(operator, widths, chip):
     assert not around_launches(text, B * T * heads * min(K, V))
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_steps_of_a_token(chip):
+    """Gated DeltaProduct cuts the two keys and values of a token, which begin inside of registers, from its row."""
+    H, K, V = 3, 80, 112
+    rows = [spec(B, T, n * H * D, dtype=jnp.bfloat16) for n, D in ((1, K), (2, K), (2, V))]
+
+    def run(q, k, v, g, beta):
+        q, k, v = (x.reshape(B, -1, H, D) for x, D in ((q, K), (k, K), (v, V)))
+        return pipeline.chunk_gated_delta_product(q, k, v, g, beta.reshape(B, -1, H), 2, implementation="fused")[0]
+
+    compiled = tpu.compile_for(run, *rows, spec(B, T, H), spec(B, T, 2 * H), chip=chip, auto_layout=True)
+    assert not around_launches(compiled.as_text(), B * T * H * K)
+
+
 def around_launches(text: str, size: int) -> list[str]:
     """Return the operations of a compiled program that make an array of so many numbers or more, but for kernels."""
     entry = re.search(r"^ENTRY .*?^}", text, re.MULTILINE | re.DOTALL)
     assert entry is not None
     assert tpu.launches(text)
-    # A copy that starts and is done is one to fast memory, ahead of its launch.
+    # A copy, or a slice, that starts and is done is one to fast memory, ahead of its launch.
     nothing = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call", "constant"}
-    nothing |= {"copy-start", "copy-done"}
+    nothing |= {"copy-start", "copy-done", "slice-start", "slice-done"}
     found = []
     for line in entry[0].splitlines():
         made = re.match(r"\s*(?:ROOT )?%?\S+ = (.*?) ([\w\-]+)\(", line)

@@ -11,7 +11,7 @@ from tests import alone_suite
 
 NEEDS = packages.needs_of_tests()
 ABOVE = ["packages/command", "packages/integrations", "packages/layers"]
-OF_KDA = [f"packages/{name}" for name in ("dplr", "kda", "pipeline", "two_keys")]
+OF_KDA = [f"packages/{name}" for name in ("dplr", "kda", "pipeline", "recipes", "two_keys")]
 KERNELS = [name for name in packages.FOLDERS if name != "shared" and "pipeline" not in packages.needed(name)]
 # The sessions `solo` do the same where nothing else is installed.
 THOROUGH = dict(test_every_argument_works_alone=True)

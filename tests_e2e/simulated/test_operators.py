@@ -38,11 +38,11 @@ QUICK = {
 THOROUGH = dict(
     test_operator=lambda operator, batch, gradients, dtype: (operator, batch, gradients, dtype) not in QUICK,
     test_raw_gates=True,
-    test_several_chunks_of_a_step=lambda dtype: dtype == "bfloat16",
+    test_several_chunks_of_a_step=True,
     test_long_rows=True,
     test_segments_in_several_chunks=True,
     test_chunks_in_turn=True,
-    test_widths_of_heads=lambda K, dtype: (K, dtype) != (96, "bfloat16"),
+    test_widths_of_heads=True,
     test_erase_gates=lambda gradients: gradients,
     test_heads_side_by_side=lambda dtype: dtype == "bfloat16",
 )

@@ -40,9 +40,8 @@ STEP = engine.SEQUENCES | dict(
 READ = np.array([4, 14, 9, 14, -1, 99], np.int32)
 
 
-QUICK = ("gated_delta_rule", "float32", "accepted")
 THOROUGH = dict(
-    test_step=lambda operator, pool, start: (operator, pool, start) != QUICK,
+    test_step=True,
     test_slots_and_counts_that_do_not_exist=True,
     test_prefills=True,
     test_prefills_in_pieces_of_two_chunks=lambda operator: operator != "gated_delta_rule",

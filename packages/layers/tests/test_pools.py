@@ -15,7 +15,7 @@ LAYERS = {
     "gated_delta_net": layers.GatedDeltaNetConfig(D=16, H=1, HV=2, K=8, V=8),
     "gated_delta_net2": layers.GatedDeltaNet2Config(D=16, H=1, HV=2, K=8, V=8),
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=16, H=2, HV=2, K=8, V=8),
-    "comba": layers.CombaConfig(D=16, H=1, HV=2, K=8, V=8),
+    "comba_layer": layers.CombaConfig(D=16, H=1, HV=2, K=8, V=8),
     "mamba2_mixer": layers.Mamba2Config(D=16, H=1, HV=2, K=8, V=8),
     "gated_linear_attention": layers.GatedLinearAttentionConfig(D=16, H=2, HV=2, K=8, V=8),
     # Positions, too, go on from what is kept.

@@ -30,7 +30,9 @@ LAYERS = {
             D, 2, 4, 8, 16, in_bias=True, out_bias=True, in_multiplier=0.3, multipliers=(0.7, 0.3, 0.11, 0.9, 1.7)
         ),
     },
-    "comba": {"comba": layers.CombaConfig(D, 2, 4, 8, 16), None: layers.CombaConfig(D, 2, 4, 8, 16, output_gate=False)},
+    "comba_layer": {
+        "comba": layers.CombaConfig(D, 2, 4, 8, 16), None: layers.CombaConfig(D, 2, 4, 8, 16, output_gate=False),
+    },
     "gated_linear_attention": {"gla": layers.GatedLinearAttentionConfig(D, 2, 4, 8, 16, R=4)},
     "mlstm_layer": {None: layers.MlstmLayerConfig(D, 4, 4, 8, 16)},
     "gated_delta_product": {

@@ -1,7 +1,6 @@
 """Layers of linear attention, as pure functions of hidden states and of plain trees of weights."""
 
-from chunkwise.layers import comba as _comba
-from chunkwise.layers import delta_net, delta_net2, delta_product, gla, kimi, lightning, mamba2, mlstm, rwkv7
+from chunkwise.layers import comba, delta_net, delta_net2, delta_product, gla, kimi, lightning, mamba2, mlstm, rwkv7
 from chunkwise.layers.caches import Cache, empty_cache, empty_pool, read_cache, write_cache
 from chunkwise.layers.checkpoint.files import open_checkpoint
 from chunkwise.layers.checkpoint.from_transformers import config_from
@@ -42,11 +41,11 @@ from chunkwise.shared import version
 __version__ = version.of(__name__)
 
 # Every function for users: a property of the record of its layer.
-comba = _comba.LAYER.over_sequences
-ragged_comba = _comba.LAYER.over_step
-init_comba = _comba.LAYER.random_weights
-load_comba = _comba.LAYER.loaded_weights
-save_comba = _comba.LAYER.saved_weights
+comba_layer = comba.LAYER.over_sequences
+ragged_comba_layer = comba.LAYER.over_step
+init_comba_layer = comba.LAYER.random_weights
+load_comba_layer = comba.LAYER.loaded_weights
+save_comba_layer = comba.LAYER.saved_weights
 
 gated_delta_net = delta_net.LAYER.over_sequences
 ragged_gated_delta_net = delta_net.LAYER.over_step
@@ -126,7 +125,7 @@ __all__ = [
     "Step",
     "cache_from_bytes",
     "cache_to_bytes",
-    "comba",
+    "comba_layer",
     "config_from",
     "decayed",
     "empty_cache",
@@ -135,7 +134,7 @@ __all__ = [
     "gated_delta_net2",
     "gated_delta_product",
     "gated_linear_attention",
-    "init_comba",
+    "init_comba_layer",
     "init_gated_delta_net",
     "init_gated_delta_net2",
     "init_gated_delta_product",
@@ -147,7 +146,7 @@ __all__ = [
     "init_rwkv7_attention",
     "kimi_delta_attention",
     "lightning_attention",
-    "load_comba",
+    "load_comba_layer",
     "load_gated_delta_net",
     "load_gated_delta_net2",
     "load_gated_delta_product",
@@ -162,7 +161,7 @@ __all__ = [
     "offload_policy",
     "open_checkpoint",
     "place",
-    "ragged_comba",
+    "ragged_comba_layer",
     "ragged_gated_delta_net",
     "ragged_gated_delta_net2",
     "ragged_gated_delta_product",
@@ -175,7 +174,7 @@ __all__ = [
     "remat_policy",
     "rwkv7_attention",
     "save_checkpoint",
-    "save_comba",
+    "save_comba_layer",
     "save_gated_delta_net",
     "save_gated_delta_net2",
     "save_gated_delta_product",

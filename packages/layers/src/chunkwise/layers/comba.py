@@ -14,7 +14,7 @@ _OPERATORS = running.Operators(chunk_comba, recurrent_comba, ragged_comba)
 
 
 class CombaWeights(NamedTuple):
-    """The weights of `comba`.
+    """The weights of `comba_layer`.
 
     Attributes:
       q, k, v: projections [D, H K], [D, H K], [D, HV V], head after head.
@@ -78,7 +78,7 @@ def _load(found: parameters.Checkpoint, c: config.CombaConfig) -> CombaWeights:
 
 def _save(w: CombaWeights, c: config.CombaConfig, model: str) -> dict[str, Any]:
     """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
-    matrices = dict(q=w.q, k=w.k, v=w.v, a=w.a, b=w.b, o=w.out) | (dict(g=w.z) if c.output_gate else {})
+    matrices: dict[str, Any] = dict(q=w.q, k=w.k, v=w.v, a=w.a, b=w.b, o=w.out) | (dict(g=w.z) if c.output_gate else {})
     named: dict[str, Any] = {f"{name}_proj.weight": x.T for name, x in matrices.items()}
     named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
     named |= {"o_norm.weight": w.norm, "decay": w.decay, "D": w.skip}
@@ -117,4 +117,4 @@ def _mix(x, w: CombaWeights, config: config.CombaConfig, run: running.Run) -> tu
     return running.project_out(y, w.out, x), caches.Cache(conv, state)
 
 
-LAYER = layer.Definition("comba", config.CombaConfig, CombaWeights, _split, _init, _load, _save, ("comba",), _mix)
+LAYER = layer.Definition("comba_layer", config.CombaConfig, CombaWeights, _split, _init, _load, _save, ("comba",), _mix)

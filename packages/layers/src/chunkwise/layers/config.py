@@ -69,6 +69,7 @@ class LayerConfig:
         checks.check(self.HV % self.H == 0, f"`HV` must be a multiple of `H`; got {self.HV} and {self.H}.")
         checks.check(2 <= self.W <= 8, f"`W` must be from 2 to 8; got {self.W}.")
         checks.check(is_number(self.eps) and self.eps >= 0, f"`eps` must be at least 0; got {self.eps!r}.")
+        checks.check_flags(**{x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.type is bool})
 
     @classmethod
     def check(cls, config) -> None:
@@ -112,9 +113,8 @@ def _check_rank(name: str, rank: int | None) -> None:
 
 def _check_lower_bound(bound: float | None) -> None:
     """Check the bound of a decay, which selects its law."""
-    checks.check(
-        bound is None or (is_number(bound) and bound < 0), f"`lower_bound` must be None or below 0; got {bound!r}."
-    )
+    below = bound is None or (is_number(bound) and bound < 0)
+    checks.check(below, f"`lower_bound` must be None or below 0; got {bound!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,6 @@ class GatedDeltaNetConfig(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_flags(allow_neg_eigval=self.allow_neg_eigval, disable_recompute=self.disable_recompute)
         known = self.activation in _GATES
         checks.check(known, f"`activation` must be one of {_GATES}; got {self.activation!r}.")
 
@@ -156,7 +155,6 @@ class GatedDeltaNet2Config(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_flags(allow_neg_eigval=self.allow_neg_eigval)
         _check_lower_bound(self.lower_bound)
 
 
@@ -190,8 +188,6 @@ class KimiDeltaAttentionConfig(LayerConfig):
         if self.HV is None:
             object.__setattr__(self, "HV", self.H)
         super().__post_init__()
-        flags = "full_rank_gate", "allow_neg_eigval", "gate_bias"
-        checks.check_flags(**{name: getattr(self, name) for name in flags})
         _check_rank("R", self.R)
         _check_lower_bound(self.lower_bound)
 
@@ -226,14 +222,12 @@ class Mamba2Config(LayerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_flags(conv_bias=self.conv_bias, in_bias=self.in_bias, out_bias=self.out_bias)
         known = self.norm in _NORMS
         checks.check(known, f"`norm` must be one of {_NORMS}; got {self.norm!r}.")
-        five = isinstance(self.multipliers, tuple) and len(self.multipliers) == 5
-        five = five and all(map(is_number, self.multipliers))
-        checks.check(five, f"`multipliers` must be a tuple of 5 numbers; got {self.multipliers!r}.")
-        number = is_number(self.in_multiplier)
-        checks.check(number, f"`in_multiplier` must be a finite number; got {self.in_multiplier!r}.")
+        factor, all_five = self.in_multiplier, self.multipliers
+        five = isinstance(all_five, tuple) and len(all_five) == 5 and all(map(is_number, all_five))
+        checks.check(five, f"`multipliers` must be a tuple of 5 numbers; got {all_five!r}.")
+        checks.check(is_number(factor), f"`in_multiplier` must be a finite number; got {factor!r}.")
         pair = isinstance(self.dt_limit, tuple) and len(self.dt_limit) == 2
         rises = pair and all(is_number(x) or x == math.inf for x in self.dt_limit)
         rises = rises and 0 <= self.dt_limit[0] < self.dt_limit[1]
@@ -277,11 +271,9 @@ class LightningAttentionConfig(LayerConfig):
         for name, value in dict(layer=self.layer, layers=self.layers).items():
             checks.check(checks.is_whole(value), f"`{name}` must be a whole number; got {value!r}.")
         checks.check(0 <= self.layer < self.layers, f"`layer` must be from 0 to {self.layers - 1}; got {self.layer}.")
-        checks.check_flags(qk_norm=self.qk_norm, gate=self.gate)
         factor, groups, found = self.slope_factor, self.groups, self.frequencies
-        checks.check(
-            self.activation in ("silu", None), f"`activation` must be 'silu' or None; got {self.activation!r}."
-        )
+        known = self.activation in ("silu", None)
+        checks.check(known, f"`activation` must be 'silu' or None; got {self.activation!r}.")
         for name, value in dict(scale=self.scale, rotary_scale=self.rotary_scale).items():
             checks.check(is_number(value), f"`{name}` must be a finite number; got {value!r}.")
         sized = is_number(factor or 0) and (factor or 0) >= 0
@@ -328,17 +320,13 @@ class GatedLinearAttentionConfig(LayerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CombaConfig(LayerConfig):
-    """The sizes of `comba`.
+    """The sizes of `comba_layer`.
 
     Attributes:
       output_gate: whether the norm has a gate.
     """
 
     output_gate: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        checks.check_flags(output_gate=self.output_gate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,8 +392,6 @@ class GatedDeltaProductConfig(LayerConfig):
     def __post_init__(self):
         super().__post_init__()
         checks.check_size("num_householder", self.num_householder)
-        flags = "forget_gate", "allow_neg_eigval", "output_gate"
-        checks.check_flags(**{name: getattr(self, name) for name in flags})
 
     @property
     def channels(self) -> tuple[int, ...]:

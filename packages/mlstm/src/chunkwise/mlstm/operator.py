@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from chunkwise.fused_gla import operator as gla
 from chunkwise.mlstm import stabiliser
-from chunkwise.shared.call import arguments, checks, signature
+from chunkwise.shared.call import arguments, checks, shapes, signature
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.kernels import chunking
@@ -78,7 +78,7 @@ def check(named: dict[str, Any]) -> tuple[Arguments, Options]:
     for name in ("i", "f"):
         checks.check_array(name, named[name], "B T HV", (B, T, HV))
     sizes = dict(N=x.num_states, HV=HV, K=K, V=V)
-    checks.check_parts(state, MlstmState, sizes, C="N HV K V", n="N HV K", m="N HV")
+    shapes.check_parts(state, MlstmState, sizes, C="N HV K V", n="N HV K", m="N HV")
     number = isinstance(eps, numbers.Real) and not isinstance(eps, bool) and 0 <= float(eps) < math.inf
     rule = f"`eps` must be a finite number of at least 0{checks.when_built(eps)}; got {checks.shown(eps)}."
     checks.check(number, rule)

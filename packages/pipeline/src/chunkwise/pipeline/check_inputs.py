@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +90,8 @@ def check_inputs(
     - step sizes and erase gates out of their range, or after two sigmoids, and keys so long that a delta rule diverges,
     - boundaries that fall, pass the end or stop short of it, and rows that are padded with segment ids of 0.
 
-    Padding may hold anything. Outside of jit an error names the first fault. Inside of jit nothing can be raised,
-    unless the program is made for it::
+    Padding may hold anything. The cost is one read of every array. Outside of jit the call waits for the result, and an
+    error names the first fault. Inside of jit nothing can be raised, unless the program is made for it::
 
         checked = checkify.checkify(step)  # step calls check_inputs; checkify is of jax.experimental
         error, results = jax.jit(checked)(...)
@@ -98,9 +99,9 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
-      x, dt, A, B, C, D, z, dt_softplus, dt_limit: as in the operator.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound: as in the operator.
-      use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
+      x, dt, A, B, C, D, z, dt_softplus, dt_limit, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log: as in the operator.
+      dt_bias, lower_bound, use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel: as in the operator.
+      use_write_sigmoid_in_kernel: as in the operator.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
       min_gate: the bound of gates in nats that are not raw, such as -5 for a law with this `lower_bound`; static.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
@@ -109,28 +110,12 @@ def check_inputs(
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
-
-    Cost: one read of every array. Outside of jit it waits for the result.
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     named = locals() | dict(allow_neg_eigval=doubled)
     names = _LOW_RANK if gk is not None else _OF_MAMBA2 if x is not None else {}
-    if gk is not None:
-        # The record has the keys a and b apart, as p and w, and the name of the gates differs.
-        named |= dict(g=gk, p=a, w=b, b=None)
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    more: dict[str, jax.Array] = {}
-    if x is not None:
-        arrays, options, _ = mamba2.checked(named | dict(config=None))
-        arrays = _check_shared(arrays, arrays, options)
-        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
-    elif i is not None or f is not None:
-        arrays, options = mlstm.check(named | dict(eps=0.0))
-        states = {} if initial_state is None else mlstm.MlstmState(*initial_state)._asdict()
-        more = {name: y for name, y in dict(i=i, f=f).items() if y is not None} | states
-    else:
-        arrays, options, _ = signature.to_records(named)
-        arrays = _check_types(arrays, options, gk is not None, num_householder)
+    arrays, options, more = _to_records(named)
 
     def find() -> Iterator[faults.Fault]:
         yield from _find_faults(arrays, options, allow_neg_eigval, allow_padding, names)
@@ -138,6 +123,25 @@ def check_inputs(
         yield from _of_mlstm(more, valid) if x is None else _of_mamba2(more, dt_softplus, valid)
 
     faults.check_values((*arrays.arrays().values(), *more.values()), find)
+
+
+def _to_records(named: dict[str, Any]) -> tuple[Arguments, arguments.Options, dict[str, Any]]:
+    """Check the shapes and types of all arguments; return the records, and the arrays that these have no place for."""
+    if named["x"] is not None:
+        arrays, options, _ = mamba2.checked(named | dict(config=None))
+        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
+        return _check_shared(arrays, arrays, options), options, more
+    if named["i"] is not None or named["f"] is not None:
+        arrays, options = mlstm.check(named | dict(eps=0.0))
+        state = named["initial_state"]
+        states = {} if state is None else mlstm.MlstmState(*state)._asdict()
+        return arrays, options, {name: named[name] for name in "if" if named[name] is not None} | states
+    low_rank = named["gk"] is not None
+    if low_rank:
+        # The record has the keys a and b apart, as p and w, and the name of the gates differs.
+        named = named | dict(g=named["gk"], p=named["a"], w=named["b"], b=None)
+    arrays, options, _ = signature.to_records(named)
+    return _check_types(arrays, options, low_rank, named["num_householder"]), options, {}
 
 
 def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps: int | None) -> Arguments:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import chunk_gla, recurrent_gla
 from chunkwise.recipes import sequences
-from chunkwise.shared.call import checks, forms, signature
+from chunkwise.shared.call import forms, shapes, signature
 from chunkwise.shared.testing import inputs
 from chunkwise.shared.testing.definitions import Composition, TokenRule, read, write
 
 
 def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    sizes = checks.check_arrays(named, q="B T H K", v="B T H V", g="B T H K")
+    sizes = shapes.check_arrays(named, q="B T H K", v="B T H V", g="B T H K")
     tokens = sequences.find(sizes, named)
     g = tokens.select(jnp.asarray(named["g"], jnp.float32))
     return run(k=-jnp.expm1(g).astype(named["q"].dtype), **named | dict(g=g))
@@ -45,7 +45,7 @@ def chunk_hgrn2(
 @signature.by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_hgrn2)
 def recurrent_hgrn2(
     q: jax.Array, v: jax.Array, g: jax.Array, scale: float | None = None, initial_state: jax.Array | None = None,
-    output_final_state: bool = False, **options: Unpack[forms.Tokens],
+    output_final_state: bool = False, **options: Unpack[forms.FewTokens],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """HGRN2 token by token, the decode path.
 

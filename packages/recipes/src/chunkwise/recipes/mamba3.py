@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import chunk_gla, chunk_simple_gla, recurrent_simple_gla
 from chunkwise.recipes import sequences
-from chunkwise.shared.call import checks, forms, signature
+from chunkwise.shared.call import checks, forms, shapes, signature
 from chunkwise.shared.testing import inputs
 from chunkwise.shared.testing.definitions import Composition, TokenRule, read, write
 
@@ -34,13 +34,13 @@ class Mamba3State(NamedTuple):
 
 
 def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    by_head = dict.fromkeys(("g", "dt", "trap"), "B T H")
-    sizes = checks.check_arrays(named, q="B T H K", k="B T H K", v="B T H V", **by_head, angles="B T H R")
+    by_head: Any = dict.fromkeys(("g", "dt", "trap"), "B T H")
+    sizes = shapes.check_arrays(named, q="B T H K", k="B T H K", v="B T H V", **by_head, angles="B T H R")
     R, K = sizes["R"], sizes["K"]
     checks.check(2 * R <= K, f"`angles` must have at most K / 2 channels; got {R} for K = {K}.")
     tokens = sequences.find(sizes, named)
     parts = dict(S="N H K V", angle="N H R", k="N H K", v="N H V")
-    checks.check_parts(named["initial_state"], Mamba3State, sizes | {"N": len(tokens.rows)}, **parts)
+    shapes.check_parts(named["initial_state"], Mamba3State, sizes | {"N": len(tokens.rows)}, **parts)
     wide = {name: tokens.select(jnp.asarray(named[name], jnp.float32)) for name in (*by_head, "q", "k", "v", "angles")}
     state, dt, trap, v = named["initial_state"], wide["dt"], wide["trap"], wide["v"]
     start = None if state is None else Mamba3State(*(jnp.asarray(y, jnp.float32) for y in state))
@@ -57,7 +57,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     o = (o.astype(jnp.float32) - scale * missing).astype(dtype)
     if S is None:
         return o, None
-    none = Mamba3State(0.0, 0.0, 0.0, 0.0) if start is None else start
+    none: Any = Mamba3State(*[jnp.zeros(())] * 4) if start is None else start
     ends = (tokens.at_end(y, old) for y, old in ((angle, none.angle), (k, none.k), (v, none.v)))
     angle, k, v = ends
     return o, Mamba3State(S, angle, k, v)
@@ -73,7 +73,7 @@ def _fold(angle: jax.Array) -> jax.Array:
     return (angle - turns * _TURN[0]) - turns * _TURN[1]
 
 
-def rotate(tokens: sequences.Sequences, angles, initial, *keys: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+def rotate(tokens: sequences.Neighbours, angles, initial, *keys: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """Return the angles [B, T, H, R] up to every token, and the keys with pairs of channels turned by them."""
     angle = tokens.accumulate(jnp.ones_like(angles), angles, initial, _fold)
     cos, sin = (part(angle)[..., None] for part in (jnp.cos, jnp.sin))
@@ -119,7 +119,7 @@ def chunk_mamba3(
 def recurrent_mamba3(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, dt: jax.Array, trap: jax.Array, angles: jax.Array,
     scale: float | None = 1.0, initial_state: Mamba3State | None = None, output_final_state: bool = False,
-    **options: Unpack[forms.Tokens],
+    **options: Unpack[forms.FewTokens],
 ) -> tuple[jax.Array, Mamba3State | None]:  # fmt: skip
     """Mamba-3 with one input and one output token by token, the decode path.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import chunk_gla
 from chunkwise.recipes import sequences
-from chunkwise.shared.call import checks, forms, signature
+from chunkwise.shared.call import checks, forms, shapes, signature
 from chunkwise.shared.testing import inputs
 from chunkwise.shared.testing.definitions import Composition, TokenRule, read, write
 from chunkwise.two_keys.operator import define_rule
@@ -34,24 +34,26 @@ OPERATOR = define_rule("precond_delta_rule", lambda x, options: None)
 
 def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     of_keys = dict.fromkeys(("g_atk", "beta_atk"), "B T H")
-    dims = dict(q="B T H K", k="B T H K", v="B T HV V", g=gate, beta="B T HV", **of_keys)
-    sizes = checks.check_arrays(named, **dims)
+    dims: Any = dict(q="B T H K", k="B T H K", v="B T HV V", g=gate, beta="B T HV", **of_keys)
+    sizes = shapes.check_arrays(named, **dims)
     checks.check_heads(sizes["H"], sizes["HV"])
     center, x, eps = named["log_atk_scale"], named["x"], named["eps"]
     if not isinstance(center, numbers.Real):
-        checks.check_arrays(named, sizes, log_atk_scale="H")
+        shapes.check_arrays(named, sizes, log_atk_scale="H")
     for name, least in (("x", 1), ("eps", 0)):
         right = isinstance(named[name], numbers.Real) and float(named[name]) > least
         checks.check(right, f"`{name}` must be a number above {least}; got {checks.shown(named[name])}.")
     tokens = sequences.find(sizes, named)
-    checks.check_parts(named["initial_state"], PrecondState, sizes | {"N": len(tokens.rows)}, S="N HV K V", A="N H K")
+    shapes.check_parts(named["initial_state"], PrecondState, sizes | {"N": len(tokens.rows)}, S="N HV K V", A="N H K")
     k, g, beta = (tokens.select(jnp.asarray(named[name], jnp.float32)) for name in ("k", "g_atk", "beta_atk"))
     S, A = (None, None) if named["initial_state"] is None else named["initial_state"]
     decay = jnp.exp(g)[..., None]
     A = tokens.accumulate(decay, beta[..., None] * k * k, None if A is None else jnp.asarray(A, jnp.float32))
     # The log of the sum, from its center, is squashed to between -1 and 1.
-    center = center if isinstance(center, numbers.Real) else jnp.asarray(center, jnp.float32)[None, None, :, None]
-    r = jnp.log(A + float(eps)) - center
+    center = (
+        float(center) if isinstance(center, numbers.Real) else jnp.asarray(center, jnp.float32)[None, None, :, None]
+    )
+    r: jax.Array = jnp.log(A + float(eps)) - center
     preconditioned = k * jnp.exp(-math.log(x) * r / (1 + jnp.abs(r)))
     written = preconditioned.astype(named["k"].dtype)
     arguments = {name: y for name, y in named.items() if name not in ("x", "eps")}
@@ -108,7 +110,7 @@ def chunk_precond_gated_delta_rule(
 def recurrent_precond_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
-    log_atk_scale: float | jax.Array = -0.2, x: float = 1.5, eps: float = 1e-6, **options: Unpack[forms.Tokens],
+    log_atk_scale: float | jax.Array = -0.2, x: float = 1.5, eps: float = 1e-6, **options: Unpack[forms.FewTokens],
 ) -> tuple[jax.Array, PrecondState | None]:  # fmt: skip
     """The preconditioned gated delta rule token by token, the decode path.
 
@@ -143,7 +145,7 @@ def chunk_precond_kda(
 def recurrent_precond_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
-    log_atk_scale: float | jax.Array = -0.2, x: float = 1.5, eps: float = 1e-6, **options: Unpack[forms.Tokens],
+    log_atk_scale: float | jax.Array = -0.2, x: float = 1.5, eps: float = 1e-6, **options: Unpack[forms.FewTokens],
 ) -> tuple[jax.Array, PrecondState | None]:  # fmt: skip
     """Preconditioned Kimi delta attention token by token, the decode path.
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from chunkwise.fused_gla import chunk_gla, recurrent_gla
 from chunkwise.recipes import sequences
-from chunkwise.shared.call import checks, forms, signature
+from chunkwise.shared.call import forms, shapes, signature
 from chunkwise.shared.testing import inputs
 from chunkwise.shared.testing.definitions import Composition, TokenRule, read, write
 
 
 def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
-    sizes = checks.check_arrays(named, r="B T H K", k="B T H K", v="B T H V", w="B T H K", u="H K")
+    sizes = shapes.check_arrays(named, r="B T H K", k="B T H K", v="B T H V", w="B T H K", u="H K")
     tokens = sequences.find(sizes, named)
     r, k, v, w = (tokens.select(jnp.asarray(named[name])) for name in ("r", "k", "v", "w"))
     options = {name: y for name, y in named.items() if name not in ("r", "w", "u")}
@@ -63,7 +63,7 @@ def chunk_rwkv6(
 @signature.by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_rwkv6)
 def recurrent_rwkv6(
     r: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, u: jax.Array, scale: float | None = 1.0,
-    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Tokens],
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.FewTokens],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """RWKV-6 token by token, the decode path; here o reads the state before its update.
 

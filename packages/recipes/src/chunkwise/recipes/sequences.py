@@ -11,7 +11,7 @@ from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking
 
 
-class Sequences(NamedTuple):
+class Neighbours(NamedTuple):
     """The tokens of a batch of rows, of a packed batch, or of rows with segments.
 
     Attributes:
@@ -77,7 +77,7 @@ class Sequences(NamedTuple):
         return jnp.moveaxis(lax.scan(lambda y, new: (join(y, new),) * 2, empty, tuple(by_token))[1][2], 0, 1)
 
 
-def find(sizes: Mapping[str, int], named: Mapping[str, Any]) -> Sequences:
+def find(sizes: Mapping[str, int], named: Mapping[str, Any]) -> Neighbours:
     """Return the sequences of the arguments of a call by name, whose boundaries or ids are checked here."""
     B, T, cu_seqlens, segment_ids = sizes["B"], sizes["T"], named["cu_seqlens"], named.get("segment_ids")
     checks.check_cu_seqlens(cu_seqlens, B, T)
@@ -97,4 +97,4 @@ def find(sizes: Mapping[str, int], named: Mapping[str, Any]) -> Sequences:
     changes = ids[:, 1:] != ids[:, :-1]
     first, last = valid & other(changes), valid & other(changes[:, ::-1])[:, ::-1]
     packed = cu_seqlens is not None or segment_ids is not None
-    return Sequences(first, last, valid if packed else None, rows, starts, stops)
+    return Neighbours(first, last, valid if packed else None, rows, starts, stops)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import jax
@@ -109,25 +109,6 @@ def check_array(name: str, x, dims: str, shape: tuple[int | None, ...] | None = 
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         check(fits, f"`{name}` must have shape {label} = {wanted}; got {tuple(x.shape)}.")
     return tuple(x.shape)
-
-
-def check_arrays(arrays: Mapping[str, Any], sizes: Mapping[str, int] | None = None, **dims: str) -> dict[str, int]:
-    """Check arrays by name, whose dimensions have one size wherever `dims` names them; return all sizes."""
-    known = dict(sizes or {})
-    for name, labels in dims.items():
-        wanted = tuple(known.get(label) for label in labels.split())
-        known |= zip(labels.split(), check_array(name, arrays[name], labels, wanted), strict=True)
-    return known
-
-
-def check_parts(state: object, kind: type, sizes: Mapping[str, int], **dims: str) -> None:
-    """Check an `initial_state` that is a tuple of arrays, of a NamedTuple `kind` with these dimensions; None passes."""
-    names = ", ".join(dims)
-    known = state is None or (isinstance(state, tuple) and len(state) == len(dims))
-    check(known, f"`initial_state` must be None or a tuple {kind.__name__} ({names}); got {shown(state)}.")
-    for part, (name, labels) in zip(state or (), dims.items(), strict=False):
-        wanted = tuple(sizes[label] for label in labels.split())
-        check_array(f"initial_state.{name}", part, labels, wanted)
 
 
 def check_countable(name: str, shape: Iterable[Any], dims: str) -> None:

@@ -37,7 +37,7 @@ class Whole(_OfAllForms, total=False):
     chunk_size: int | None
 
 
-class Tokens(_OfAllForms, total=False):
+class FewTokens(_OfAllForms, total=False):
     """The keyword arguments of the form for a few tokens of a recipe."""
 
     cu_seqlens: jax.Array | None

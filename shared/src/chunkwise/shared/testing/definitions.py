@@ -66,7 +66,8 @@ class Composition(NamedTuple):
 
     def reference(self, x: dict[str, Any], **options) -> tuple[np.ndarray, Any, dict[str, Any]]:
         """Return `reference` of the definition with the scale of the operator."""
-        return reference(self.definition, x, **dict(scale=self.scale) | options)
+        told: dict[str, Any] = {"scale": self.scale, **options}
+        return reference(self.definition, x, **told)
 
 
 def read(S: jax.Array, key: jax.Array) -> jax.Array:
