@@ -180,11 +180,10 @@ def tests(session):
 
 def run_tests(session: nox.Session, measured: str, *arguments: str) -> list[Path]:
     """Run the tests of packages, of operators end to end and of eight devices; return what an option measured."""
-    folders = {"tests": (*packages.needs_of_tests(), *END_TO_END), "mesh": ("tests_e2e/mesh",)}
-    paths = [Path(session.create_tmp(), f"{name}.json") for name in folders]
-    for path, (name, chosen) in zip(paths, folders.items(), strict=True):
-        threads = MANY_THREADS if name == "mesh" else {}
-        session.run("pytest", *WORKERS, measured, path, *arguments, *chosen, env=threads)
+    paths = [Path(session.create_tmp(), name) for name in ("tests.json", "mesh.json")]
+    folders = (*packages.needs_of_tests(), *END_TO_END)
+    session.run("pytest", *WORKERS, measured, paths[0], *arguments, *folders)
+    session.run("pytest", *WORKERS, measured, paths[1], *arguments, "tests_e2e/mesh", env=MANY_THREADS)
     return paths
 
 
