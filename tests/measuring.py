@@ -181,7 +181,8 @@ def check(paths: list[Path], kept: Path | None = None) -> None:
     total = {name: round(n, 1) for name, n in total.items()}
     print(total)
     if kept:
-        kept.write_text(json.dumps({"total": total, "files": files}, indent=1) + "\n")
+        rows = [{"file": file, **spent} for file, spent in files.items()]
+        kept.write_text(json.dumps({"command": "nox -s cover", "total": total, "rows": rows}, indent=1) + "\n")
     if beyond := {name: total[name] for name, most in MOST.items() if total[name] > most}:
         raise SystemExit(f"What every change must pass has at most {MOST}; got {beyond}: see CONTRIBUTING.md.")
 

@@ -38,10 +38,7 @@ OPERATORS = {
 }
 # OLMo-hybrid, whose tokens do not fill whole registers.
 HEADS = {("gated_delta_rule", (96, 192)): 30}
-QUICK = (
-    ("simple_gla", (64, 64)), ("simple_gla", (128, 80)), ("mamba2", (128, 64)), ("gated_delta_rule", (64, 64)),
-    ("kda", (80, 112)), ("dplr", (64, 64)),
-)  # fmt: skip
+QUICK = (("simple_gla", (64, 64)), ("simple_gla", (128, 80)), ("mamba2", (128, 64)))
 THOROUGH = dict(
     test_nothing_stands_around_a_launch=lambda operator, widths, chip: (operator, widths) not in QUICK or chip != "v6e",
     test_steps_of_a_token=True,
@@ -77,7 +74,9 @@ def test_steps_of_a_token(chip):
 
     def run(q, k, v, g, beta):
         q, k, v = (x.reshape(B, -1, H, D) for x, D in ((q, K), (k, K), (v, V)))
-        return pipeline.chunk_gated_delta_product(q, k, v, g, beta.reshape(B, -1, H), 2, implementation="fused")[0]
+        beta = beta.reshape(B, -1, H)
+        o, _ = pipeline.chunk_gated_delta_product(q, k, v, g, beta, 2, implementation="fused")
+        return o.reshape(B, T, -1)
 
     compiled = tpu.compile_for(run, *rows, spec(B, T, H), spec(B, T, 2 * H), chip=chip, auto_layout=True)
     assert not around_launches(compiled.as_text(), B * T * H * K)

@@ -68,7 +68,10 @@ SHOWS = dict(
         Shown("gated_delta_product", "config", "delta_net"),
     ],
     test_gated_linear_attention=[Shown("gated_linear_attention", "config", "gla")],
-    test_rwkv7=[Shown("rwkv7_attention", "config", "rwkv7")],
+    test_comba_gdn2_and_mamba2=[
+        Shown("comba", "config", "comba"), Shown("gated_delta_net2", "config", "gdn2"),
+    ],
+    test_rwkv7=[Shown("rwkv7_attention", "config", name) for name in ("rwkv7", "rwkv7_fla")],
     test_released_files=[Shown("rwkv7_attention", "config", "rwkv_x070")],
 )  # fmt: skip
 
