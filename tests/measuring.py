@@ -17,7 +17,7 @@ import pytest
 from jax import monitoring
 
 ROOT = Path(__file__).parents[1]
-# The cases that every change must pass, of functions that have others; a function without a case has none. A function
+# The cases that every change must pass, of functions that have others; `function[]` says that it has none. A function
 # that is not there is as its own file says.
 QUICK = ROOT / "tests/quick.txt"
 # What the tests that every change must pass have at most, of numbers that no machine changes.
@@ -166,7 +166,8 @@ def choose_quick(paths: list[Path]) -> None:
     chosen = choose(tests, caught)
     function = lambda test: test.partition("[")[0]
     listed = {function(test) for test in tests.keys() - chosen}
-    lines = {test for test in chosen if function(test) in listed} | listed - set(map(function, chosen))
+    lines = {test for test in chosen if function(test) in listed}
+    lines |= {f"{name}[]" for name in listed - set(map(function, chosen))}
     QUICK.write_text("".join(f"{line}\n" for line in sorted(lines)))
     seconds = [sum(tests[test][0] for test in each) for each in (chosen, tests)]
     print(f"{len(chosen)} of {len(tests)} tests, {seconds[0]:.0f} of {seconds[1]:.0f} seconds of CPU time")

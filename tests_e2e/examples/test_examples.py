@@ -260,7 +260,7 @@ def test_head(name):
 def test_page():
     """The page lists every example as a program or as a library, and installs what the programs need."""
     text = (ROOT / "docs/examples.md").read_text()
-    programs, libraries = text.split("| library |")
+    programs, libraries = text.split("\nThey import")
     for name, path in EXAMPLES.items():
         assert f"[{path.name}](../examples/{path.name})" in (libraries if name in LIBRARIES else programs)
     for name in EXAMPLES.keys() - LIBRARIES:

@@ -81,10 +81,8 @@ def chunk_precond_gated_delta_rule(
 ) -> tuple[jax.Array, PrecondState | None]:  # fmt: skip
     """The preconditioned gated delta rule over whole sequences, chunk by chunk, differentiable.
 
-        A_t = e^g_atk_t A_{t-1} + beta_atk_t k_t^2                      of a key head
-        r_t = log(A_t + eps) - log_atk_scale
-        S~  = e^g_t S_{t-1}
-        S_t = S~ + beta_t (x^(-r_t / (1 + |r_t|)) * k_t) (v_t - S~^T k_t)^T
+        r_t = log(A_t + eps) - log_atk_scale,  A_t = e^g_atk_t A_{t-1} + beta_atk_t k_t^2
+        S_t = e^g_t S_{t-1} + beta_t (x^(-r_t / (1 + |r_t|)) * k_t) (v_t - e^g_t S_{t-1}^T k_t)^T
         o_t = scale S_t^T q_t
 
     The final_state is a `PrecondState`, whose S has the shape above.
