@@ -20,7 +20,10 @@ from tests.nnx_modules import CONFIGS
 
 KINDS = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 X = jax.random.normal(jax.random.key(1), (2, 12, 16))
-THOROUGH = dict(test_a_module_is_the_layer=lambda kind: kind in (GatedDeltaNet2, GatedDeltaProduct))
+THOROUGH = dict(
+    test_a_module_is_the_layer=lambda kind: kind in (GatedDeltaNet2, GatedDeltaProduct),
+    test_stacked_layers_train=True,
+)
 
 
 @KINDS

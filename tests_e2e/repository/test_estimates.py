@@ -24,7 +24,7 @@ from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from tests.compiled import traffic
 
-THOROUGH = dict(test_tpu_estimate_of_a_step=True)
+THOROUGH = dict(test_tpu_estimate_of_a_step=True, test_a_row_of_another_program_is_found=True)
 
 
 def test_cycles_of_operations():
