@@ -77,6 +77,8 @@ def test_the_best_of_a_machine():
     here.append(True)
     assert (chosen(), chosen(min_gate=-1.0), chosen(asked="xla")) == ("there", "xla", "xla")
     assert chosen(x._replace(v=x.v.astype(jnp.bfloat16))) == "xla"
+    known["fused"] = there._replace(name="fused", sizes=lambda *_: "no", options=frozenset({"config"}), best_here=None)
+    assert chosen(config=1) == "fused"
 
 
 def test_only_fused_decodes_a_whole_layer():

@@ -122,7 +122,8 @@ def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, op
         asked = next((name for name in for_here if known[name].takes(x, options)), None)
     if asked is None:
         able = [name for name, each in known.items() if not each.unread(options) and each.best_here is None]
-        best = next((name for name in able if known[name].takes(x, options)), "xla")
+        # The only one is not asked for sizes: on a mesh these are the sizes of all devices, and it takes those of one.
+        best = next((name for name in able if len(able) == 1 or known[name].takes(x, options)), "xla")
         name = checks.choose_implementation(None, tuple(known), best)
         # Plain JAX is the best where there is no TPU, unless it does not read an option.
         asked = name if name in able else best
