@@ -32,7 +32,7 @@ ON_OTHER_KERNELS, THEIR_PACKAGE = ("gdn2", "comba"), "two_keys"
 
 def pytest_addoption(parser):
     parser.addoption("--simulator", action="append", default=[], metavar="NAME=VALUE", help="of the simulated TPU")
-    parser.addoption("--times", metavar="PATH", help="write what each file of tests costs")
+    parser.addoption("--times", metavar="PATH", help="write what each test costs")
     parser.addoption("--lines", metavar="PATH", help="write what each test costs, and the lines that it reaches")
     parser.addoption("--shows", type=Path, metavar="FILE", help="docs/data/models.json: add what tests show of models")
     parser.addoption("--gpu-forms", action="store_true", help='take the forms for GPUs of "xla" on every platform')

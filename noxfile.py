@@ -175,14 +175,14 @@ def tests(session):
         return
     prepare(session, "e2e")
     times = run_tests(session, "--times", *QUICK, *(x for x in arguments if x != "--keep"))
-    session.run("python", "-m", "tests.measuring", "keep" if "--keep" in arguments else "check", *times)
+    if {*arguments} <= {"--keep"}:
+        session.run("python", "-m", "tests.measuring", "keep" if arguments else "check", *times)
 
 
 def run_tests(session: nox.Session, measured: str, *arguments: str) -> list[Path]:
     """Run the tests of packages, of operators end to end and of eight devices; return what an option measured."""
     paths = [Path(session.create_tmp(), name) for name in ("tests.json", "mesh.json")]
-    folders = (*packages.needs_of_tests(), *END_TO_END)
-    session.run("pytest", *WORKERS, measured, paths[0], *arguments, *folders)
+    session.run("pytest", *WORKERS, measured, paths[0], *arguments, *packages.needs_of_tests(), *END_TO_END)
     session.run("pytest", *WORKERS, measured, paths[1], *arguments, "tests_e2e/mesh", env=MANY_THREADS)
     return paths
 
