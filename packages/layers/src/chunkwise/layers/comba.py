@@ -80,7 +80,7 @@ def _save(w: CombaWeights, c: config.CombaConfig, model: str) -> dict[str, Any]:
     """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
     matrices: dict[str, Any] = dict(q=w.q, k=w.k, v=w.v, a=w.a, b=w.b, o=w.out) | (dict(g=w.z) if c.output_gate else {})
     named: dict[str, Any] = {f"{name}_proj.weight": x.T for name, x in matrices.items()}
-    named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+    named |= parameters.named_convolutions("qkv", w.conv)
     named |= {"o_norm.weight": w.norm, "decay": w.decay, "D": w.skip}
     return named | {"A_log": w.A_log, "dt_bias": w.dt_bias}
 
@@ -110,10 +110,8 @@ def _mix(x, w: CombaWeights, config: config.CombaConfig, run: running.Run) -> tu
         use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=w.A_log, dt_bias=w.dt_bias,
         use_beta_sigmoid_in_kernel=True,
     )  # fmt: skip
-    if config.output_gate:
-        y = norm.norm_heads(run, o, running.project(x, w.z), w.norm, activation="sigmoid", eps=config.eps)
-    else:
-        y = norm.rms_heads(o, w.norm, config.eps)
+    z = running.project(x, w.z) if config.output_gate else None
+    y = norm.norm_heads(run, o, z, w.norm, activation="sigmoid", eps=config.eps)
     return running.project_out(y, w.out, x), caches.Cache(conv, state)
 
 

@@ -107,7 +107,7 @@ def _save(w: GatedDeltaNetWeights, c: config.GatedDeltaNetConfig, model: str) ->
     named: dict[str, Any] = {"A_log": w.A_log, "dt_bias": w.dt_bias}
     if model in ("olmo_hybrid", "gated_deltanet"):
         named |= {f"{name}_proj.weight": x for name, x in dict(q=q, k=k, v=v, g=z, a=a, b=b).items()}
-        named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+        named |= parameters.named_convolutions("qkv", w.conv)
         return named | {"o_norm.weight": w.norm, "o_proj.weight": w.out.T}
     named |= {"conv1d.weight": np.concatenate(w.conv)[:, None], "out_proj.weight": w.out.T}
     if model == "lara_mini":

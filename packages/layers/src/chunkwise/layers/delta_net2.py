@@ -86,7 +86,7 @@ def _save(w: GatedDeltaNet2Weights, c: config.GatedDeltaNet2Config, model: str) 
     matrices = dict(q_proj=w.q, k_proj=w.k, v_proj=w.v, b_proj=w.b, w_proj=w.w, o_proj=w.out)
     matrices |= {f"{name}_proj.{i}": x for name, pair in dict(f=w.f, g=w.z).items() for i, x in enumerate(pair)}
     named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
-    named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+    named |= parameters.named_convolutions("qkv", w.conv)
     named |= {"g_proj.1.bias": w.z_bias, "o_norm.weight": w.norm}
     return named | {"A_log": w.A_log, "dt_bias": w.dt_bias.reshape(-1)}
 

@@ -94,8 +94,8 @@ def _save(w: GatedDeltaProductWeights, c: config.GatedDeltaProductConfig, model:
     matrices = dict(q=(w.q,), k=w.k, v=w.v, b=w.b, o=(w.out,)) | (dict(a=(w.a,)) if c.forget_gate else {})
     matrices |= dict(g=(w.z,)) if c.output_gate else {}
     named: dict[str, Any] = {f"{name}_proj.weight": np.concatenate(x, axis=1).T for name, x in matrices.items()}
-    convolutions = dict(q=w.conv[:1], k=w.conv[1 : 1 + n], v=w.conv[1 + n :])
-    named |= {f"{name}_conv1d.weight": np.concatenate(x)[:, None] for name, x in convolutions.items()}
+    parts = w.conv[:1], w.conv[1 : 1 + n], w.conv[1 + n :]
+    named |= parameters.named_convolutions("qkv", map(np.concatenate, parts))
     named["o_norm.weight"] = w.norm
     return named | (dict(A_log=w.A_log, dt_bias=w.dt_bias) if c.forget_gate else {})
 
@@ -128,10 +128,8 @@ def _mix(
         _OPERATORS, q, k, v, running.project(x, w.a) if config.forget_gate else None, beta, n,
         use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=config.allow_neg_eigval, **gate,
     )  # fmt: skip
-    if config.output_gate:
-        y = norm.norm_heads(run, o, running.project(x, w.z), w.norm, activation="silu", eps=config.eps)
-    else:
-        y = norm.rms_heads(o, w.norm, config.eps)
+    z = running.project(x, w.z) if config.output_gate else None
+    y = norm.norm_heads(run, o, z, w.norm, activation="silu", eps=config.eps)
     return running.project_out(y, w.out, x), caches.Cache(conv, state)
 
 

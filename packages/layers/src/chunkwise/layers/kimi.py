@@ -114,7 +114,7 @@ def _save(w: KimiDeltaAttentionWeights, c: config.KimiDeltaAttentionConfig, mode
     for names, factors in ((_names("f", decay), w.f), (_names("g", gate), w.z)):
         matrices |= dict(zip(names, factors, strict=True))
     named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
-    named |= {f"{name}_conv1d.weight": x[:, None] for name, x in zip("qkv", w.conv, strict=True)}
+    named |= parameters.named_convolutions("qkv", w.conv)
     named |= {f"{_names('g', gate)[-1]}.bias": w.z_bias} if c.gate_bias else {}
     if model == "kda":
         of_fla = {f"{name}_{end}_proj": f"{name}_proj.{i}" for (name, i), end in _OF_FLA.items()}

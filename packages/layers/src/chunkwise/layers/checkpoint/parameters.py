@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,6 +123,11 @@ def _near(name: str, known: Mapping[str, str]) -> str:
 def split(x: jax.Array, sizes: Sequence[int], axis: int = -1) -> list[jax.Array]:
     """Return the parts of x along an axis, which have these sizes."""
     return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
+
+
+def named_convolutions(names: str, weights: Iterable[Any]) -> dict[str, Any]:
+    """Return the weights [channels, W] of convolutions as `Checkpoint.convolutions` reads them, one name each."""
+    return {f"{name}_conv1d.weight": x[:, None] for name, x in zip(names, weights, strict=True)}
 
 
 class Checkpoint:

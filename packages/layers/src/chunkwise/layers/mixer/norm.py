@@ -13,7 +13,9 @@ from chunkwise.shared.kernels import activations
 
 
 def norm_heads(run: running.Run, o, z, weight, *, activation: str, eps: float):
-    """Return the gated RMSNorm of every head of o [B, T, HV, V], with gates z [B, T, HV V] and one weight [V]."""
+    """Return the RMSNorm of every head of o [B, T, HV, V], with one weight [V] and gates z [B, T, HV V], or no gate."""
+    if z is None:
+        return rms_heads(o, weight, eps)
     HV = o.shape[2]
     return rms_norm_gated(
         o, running.by_head(z, HV), weight, activation=activation, eps=eps,
