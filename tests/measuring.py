@@ -82,7 +82,8 @@ class Measuring:
         before = time.process_time()
         result = yield
         self.tests[item.nodeid] = {"tests": 1, "cpu": time.process_time() - before, **self._seconds}
-        self.reached[item.nodeid] = sorted(self._lines)
+        if self.lines:
+            self.reached[item.nodeid] = sorted(self._lines)
         return result
 
     @pytest.hookimpl(trylast=True)

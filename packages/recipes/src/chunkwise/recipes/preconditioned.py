@@ -65,15 +65,7 @@ def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     return o, PrecondState(S, A)
 
 
-def _forms(gate: str) -> list[functools.partial]:
-    return [functools.partial(_run, form, gate) for form in ("chunk", "recurrent")]
-
-
-_chunk_by_head, _recurrent_by_head = _forms("B T HV")
-_chunk_by_channel, _recurrent_by_channel = _forms("B T HV K")
-
-
-@signature.by_name(_chunk_by_head, "chunk", chunk_gla)
+@signature.by_name(functools.partial(_run, "chunk", "B T HV"), "chunk", chunk_gla)
 def chunk_precond_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -104,7 +96,7 @@ def chunk_precond_gated_delta_rule(
     ...
 
 
-@signature.by_name(_recurrent_by_head, "recurrent", chunk_precond_gated_delta_rule)
+@signature.by_name(functools.partial(_run, "recurrent", "B T HV"), "recurrent", chunk_precond_gated_delta_rule)
 def recurrent_precond_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -118,7 +110,7 @@ def recurrent_precond_gated_delta_rule(
     ...
 
 
-@signature.by_name(_chunk_by_channel, "chunk", chunk_precond_gated_delta_rule)
+@signature.by_name(functools.partial(_run, "chunk", "B T HV K"), "chunk", chunk_precond_gated_delta_rule)
 def chunk_precond_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -139,7 +131,7 @@ def chunk_precond_kda(
     ...
 
 
-@signature.by_name(_recurrent_by_channel, "recurrent", chunk_precond_kda)
+@signature.by_name(functools.partial(_run, "recurrent", "B T HV K"), "recurrent", chunk_precond_kda)
 def recurrent_precond_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
