@@ -211,29 +211,47 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     reach = list(zip(to_lanes(erased), to_lanes(decays), strict=True))
     read = reads.read_states(refs, s, b, counts, rows, reach)
     since = to_lanes(gates) if s.decode_tokens > 1 else gates
+    keys = [k, *_echo_keys(refs, s)]
     made, outputs = [], []
     for h in range(s.HV):
         size, (S_e, S_q) = None if beta is None else tile.over_lanes(_of_head(beta, h, s), s), read[h]
-        new, o = tile.run_rule(q[h // s.group], k[h // s.group], written[h], since[h], size, rows[h][0], S_e, S_q, s)
+        mine, of_head = q[h // s.group], [x[h // s.group] for x in keys]
+        new, o = tile.run_rule(mine, of_head, written[h], since[h], size, rows[h][0], S_e, S_q, s)
         if refs.work.skip is not None:
             o = o + tile.over_lanes(_of_head(refs.work.skip[...].astype(jnp.float32), h, s), s) * v[h]
         made.append(new)
         outputs.append(o)
-    refs.work.made[...] = jnp.concatenate(made, axis=1)
+    refs.work.made[...] = jnp.concatenate([x for of_key in zip(*made, strict=True) for x in of_key], axis=1)
     # The output replaces channels that have been read; there are more channels than outputs.
-    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1))
+    added = _added(refs, s, q, k, v)
+    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1), added)
     for place, start in enumerate(starts):
         refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
     if refs.has_rings:
-        made = [made[h] for h in tile.by_row(range(s.HV), s)]
+        made = [made[h][0] for h in tile.by_row(range(s.HV), s)]
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
-        _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
+        _update_states(refs, s, b, keys, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
     if not s.loops:
         store(*refs.kinds[1:])
 
 
-def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
+def _added(refs: DecodeRefs, s: DecodeStatic, q, k, v) -> jax.Array | None:
+    """Return what is added to the norms of all heads [m, HV V]: the bias, and a token's own share of its value."""
+    if refs.work.norm_bias is None:
+        return None
+    bias, shares = refs.work.norm_bias[...].astype(jnp.float32), []
+    if refs.work.own is None:
+        return bias
+    own = refs.work.own[...].astype(jnp.float32)
+    for h in range(s.HV):
+        at = h // s.group
+        weights = own[:, at * s.K : (at + 1) * s.K]
+        shares.append(jnp.sum(q[at] * k[at] * weights, axis=1, keepdims=True) * v[h])
+    return bias + jnp.concatenate(shares, axis=1)
+
+
+def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array, added: jax.Array | None) -> jax.Array:
     """Return the outputs of all heads [m, HV V] after the gate and the norm of the layer."""
     if refs.tokens.z is None:
         return o
@@ -245,7 +263,7 @@ def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
             shared = refs.work.norm.shape[1] == size
             weight = refs.work.norm[:, slice(0, size) if shared else of_heads].astype(jnp.float32)
         z = refs.tokens.rows[:, first + at : first + at + size]
-        found.append(tile.norm_heads(o[:, of_heads], z, weight, s))
+        found.append(tile.norm_heads(o[:, of_heads], z, weight, None if added is None else added[:, of_heads], s))
     return jnp.concatenate(found, axis=1)
 
 
@@ -262,23 +280,32 @@ def _erase_key(refs: DecodeRefs, s: DecodeStatic, h: int, k: list[jax.Array]) ->
     return refs.tokens.rows[:, first : first + s.K]
 
 
-def _update_states(refs: DecodeRefs, s: DecodeStatic, b, k, decays) -> None:
+def _echo_keys(refs: DecodeRefs, s: DecodeStatic) -> list[list[jax.Array]]:
+    """Return the keys that write what erase keys read, a list of one [m, K] for every key head, or nothing."""
+    if refs.tokens.echo is None:
+        return []
+    first = refs.lanes["echo"].start
+    return [[refs.tokens.rows[:, at : at + s.K] for at in range(first, first + s.H * s.K, s.K)]]
+
+
+def _update_states(refs: DecodeRefs, s: DecodeStatic, b, keys, decays) -> None:
     """Store the states after each token of a grid step in the buffers from which they are copied out.
 
-    The decays are those of each token alone.
+    The keys are those that write, one list of key heads or two. The decays are those of each token alone.
     """
-    n = refs.buffers.before.shape[1]
+    n, column = refs.buffers.before.shape[1], (lambda x: x) if s.transposed else lambda x: tiles.to_column(x[None])[0]
     for place in range(n):
         rows = [slice(row, row + 1) for row in range(place, refs.tokens.rows.shape[0], n)]
         for key in range(s.H):
-            keys = [k[key][row] if s.transposed else tiles.to_column(k[key][row][None])[0] for row in rows]
+            columns = [[column(x[key][row]) for x in keys] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.state(b, place, h).astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
-                for t, (row, of_token) in enumerate(zip(rows, keys, strict=True)):
+                S, ends = refs.state(b, place, h).astype(jnp.float32), len(keys) * s.HV * s.V
+                for t, (row, of_token) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
                     if t == 0 and refs.buffers.scale_in is not None and not s.loops:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
-                    S = tile.next_state(S, decay, of_token, refs.work.made[row, of_head], s)
+                    made = [refs.work.made[row, at : at + s.V] for at in range(h * s.V, ends, s.HV * s.V)]
+                    S = tile.next_state(S, decay, of_token, made, s)
                     if s.loops:
                         refs.work.between[place, h] = S
                         continue

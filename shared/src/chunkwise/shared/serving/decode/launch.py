@@ -44,7 +44,7 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     few = heads >= s.gates and not (s.loops and (pool.replay or x.of_layer))
     if not few or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
-    if pool.replay and not _takes_rings(x, pool):
+    if pool.replay and (x.echo is not None or not _takes_rings(x, pool)):
         return None
     width, outputs, T = x.lanes, packed.pad_lanes(s.HV * s.V), _rows(x, N)
     constants = jax.eval_shape(lambda: x.constants)
@@ -60,7 +60,8 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
         fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
     buffers = 2 * slot + (1 + (1 if s.loops else targets_of(x, pool))) * state
     between = s.loops * s.HV * _state_bytes(s, jnp.dtype(jnp.float32))
-    rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
+    keys = 1 + (x.echo is not None)
+    rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V)) + (keys - 1) * outputs
     products = 4 * s.decode_tokens * (2 * width + rows)
     each = copies.BUFFERS * buffers + between + products
     some = sequences_of(s.gates, pool.replay > 0, s.decode_tokens)
@@ -204,7 +205,7 @@ def launch(
         scratch |= dict(scale_in=buffer(scales), scale_out=buffer(scales, *written))
     if s.loops:
         scratch["between"] = n, *states.shape[1:]
-    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
+    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows * (1 + (x.echo is not None))))
     if pool.replay:
         scratch |= _ring_scratch(s, pool, held, n)
     scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
@@ -223,7 +224,7 @@ def launch(
         | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
         in_place={name: name for name in held},
-        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None),
+        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None or x.echo is not None),
     )
     o, after = chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0], {name: out[name] for name in fields}
     if s.transposed:

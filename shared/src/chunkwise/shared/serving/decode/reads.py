@@ -61,10 +61,8 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
         if on_matrix_unit:
             _read_together(refs, s, b, heads)
         else:
-            # Without the delta rule nothing is erased, and only the queries read.
-            kinds = range(refs.tokens.beta is None, 2)
             for head in heads:
-                _read_alone(refs, b, head, {j: rows[head][j] for j in kinds})
+                _read_alone(refs, b, head, {j: rows[head][j] for j in range(refs.first_row, 2)})
     if refs.has_rings:
         of_ring = _read_rings(refs, s, b, counts, weights)
     reads = []
@@ -126,7 +124,7 @@ def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
                 of_token = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
                 if s.transposed:
                     # A load with a stride takes one register of lanes, and these rows may have more.
-                    for i in range(refs.tokens.beta is None, 2):
+                    for i in range(refs.first_row, 2):
                         at = 8 * m * h + i * m + row
                         parts = [of_token[k : k + 1] for k in range(i, 2 * tile.PARTS, 2)]
                         refs.work.products[at : at + 1, :] = functools.reduce(jnp.add, parts)
