@@ -41,6 +41,7 @@ class DecodeStatic(NamedTuple):
       transposed: whether states lie as [V, K].
       side_by_side: how many value heads are one head for the kernel, in which each of them has its own lanes of values
         and its own decay.
+      paired: whether the states of two heads are one, in which each of them has its own lanes of keys.
     """
 
     H: int
@@ -64,6 +65,17 @@ class DecodeStatic(NamedTuple):
     dt_limit: tuple[float, float] | None = None
     transposed: bool = False
     side_by_side: int = 1
+    paired: bool = False
+
+    @property
+    def in_state(self) -> int:
+        """How many value heads share a state."""
+        return 2 if self.paired else 1
+
+    @property
+    def lanes(self) -> int:
+        """The lanes of a key in the rows that read or write a state."""
+        return self.in_state * self.K
 
     @property
     def group(self) -> int:
