@@ -71,7 +71,8 @@ _MORE = {
     "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
 # For these chips, for int8 without a ring, and for layers without a delta rule or with two tokens for one, the compiler
-# cannot profile a program that also has the branch of prefills. So the counts of the step are static there, and the program has one branch.
+# cannot profile a program that also has the branch of prefills. So the counts of the step are static there, and the
+# program has one branch.
 _ONE_WAY = ("v5e", "v5p")
 
 
