@@ -304,7 +304,7 @@ def pass_state(
         values.store(refs.o, prev.poisoned(o), stored, at.start)
     ends = refs.ends[at]  # [t, parts C, KL]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    S = keys.cut(prev.give(refs.through[at], prev.ending)) * S
+    S = keys.cut(prev.decay_out(refs.through[at], prev.ending)) * S
     written = tile.write_state(packed.split_bf16(v_new_over_beta, dtype), ends)  # [t, VL, KL]
     refs.state[at] = S + keys.close_state(written, S.shape[1])  # [t, V, m K]
 

@@ -37,7 +37,7 @@ from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_c
 CHUNKS, STAGES, TOGETHER = 2, 3, 4
 
 
-def takes(static: KdaStatic, dtype) -> bool:
+def supports(static: KdaStatic, dtype) -> bool:
     """Return whether the launch is for these rows, each of one sequence: long ones of many heads, in bfloat16.
 
     Other maps are made by `kernel`, which takes the identity beside the states, as are those of narrow matrix units,
@@ -65,7 +65,7 @@ def _map_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
 
     # What the last stage reads was prepared two grid steps earlier, in the slot of even or of odd grid steps.
     slot = lax.rem(pl.program_id(2), jnp.int32(2))
-    of_slot = layout.view(refs, dict.fromkeys(("ends", "through"), slot))
+    of_slot = layout.slice_refs(refs, dict.fromkeys(("ends", "through"), slot))
     _grid_step(of_slot, stage_chunks.chunks_of(first, static), static)
     channels, rows = (slice(static.values.size), slice(static.values.size, None)), (static.V, static.K)
 

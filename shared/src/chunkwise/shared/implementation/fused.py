@@ -86,11 +86,12 @@ def plan_by_chunks(several: ModuleType, one: ModuleType, **options: str) -> Laun
     """Return the plan of `several`, with several chunks a grid step, where it takes the operands, else that of `one`.
 
     Args:
-      several: a module with `takes`, and with `plan`, which returns the arguments of `launcher.launch`.
+      several: a module with `supports`, and with `plan`, which returns the arguments of `launcher.launch`.
       one: a module with `plan`.
       **options: further arguments of both plans.
     """
-    return lambda x, static, outputs: (several if several.takes(x, static) else one).plan(x, static, outputs, **options)
+    module = lambda *call: several if several.supports(*call) else one
+    return lambda x, static, outputs: module(x, static).plan(x, static, outputs, **options)
 
 
 def by_chunks(several: ModuleType, one: ModuleType) -> Launch:
