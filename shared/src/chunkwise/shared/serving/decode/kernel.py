@@ -153,7 +153,7 @@ def _run_in_turn(refs: DecodeRefs, s: DecodeStatic, i) -> None:
     """Run the sequences of grid step i token by token; in between their states are float32."""
     b, starts, tokens = copies.buffer_of(i), table.of_step(refs, table.START, i), table.of_step(refs, table.TOKENS, i)
     none, states = jnp.int32(refs.tokens.o.shape[0]), refs.work.between
-    heads = list(itertools.product(range(states.shape[0]), range(s.HV)))
+    heads = list(itertools.product(*map(range, states.shape[:2])))
     for place, h in heads:
         S = refs.buffers.before[b, place, h].astype(jnp.float32)
         if refs.buffers.scale_in is not None:
@@ -211,29 +211,47 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     reach = list(zip(to_lanes(erased), to_lanes(decays), strict=True))
     read = reads.read_states(refs, s, b, counts, rows, reach)
     since = to_lanes(gates) if s.decode_tokens > 1 else gates
+    keys = [k, *_echo_keys(refs, s)]
     made, outputs = [], []
     for h in range(s.HV):
         size, (S_e, S_q) = None if beta is None else tile.over_lanes(_of_head(beta, h, s), s), read[h]
-        new, o = tile.run_rule(q[h // s.group], k[h // s.group], written[h], since[h], size, rows[h][0], S_e, S_q, s)
+        mine, of_head = q[h // s.group], [x[h // s.group] for x in keys]
+        new, o = tile.run_rule(mine, of_head, written[h], since[h], size, rows[h][0], S_e, S_q, s)
         if refs.work.skip is not None:
             o = o + tile.over_lanes(_of_head(refs.work.skip[...].astype(jnp.float32), h, s), s) * v[h]
         made.append(new)
         outputs.append(o)
-    refs.work.made[...] = jnp.concatenate(made, axis=1)
+    refs.work.made[...] = jnp.concatenate([x for of_key in zip(*made, strict=True) for x in of_key], axis=1)
     # The output replaces channels that have been read; there are more channels than outputs.
-    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1))
+    added = _added(refs, s, q, k, v)
+    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1), added)
     for place, start in enumerate(starts):
         refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
     if refs.has_rings:
-        made = [made[h] for h in tile.by_row(range(s.HV), s)]
+        made = [made[h][0] for h in tile.by_row(range(s.HV), s)]
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
-        _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
+        _update_states(refs, s, b, keys, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
     if not s.loops:
         store(*refs.kinds[1:])
 
 
-def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
+def _added(refs: DecodeRefs, s: DecodeStatic, q, k, v) -> jax.Array | None:
+    """Return what is added to the norms of all heads [m, HV V]: the bias, and a token's own share of its value."""
+    if refs.work.norm_bias is None:
+        return None
+    bias, shares = refs.work.norm_bias[...].astype(jnp.float32), []
+    if refs.work.own is None:
+        return bias
+    own = refs.work.own[...].astype(jnp.float32)
+    for h in range(s.HV):
+        at = h // s.group
+        weights = own[:, at // s.in_state * s.lanes : (at // s.in_state + 1) * s.lanes]
+        shares.append(jnp.sum(q[at] * k[at] * weights, axis=1, keepdims=True) * v[h])
+    return bias + jnp.concatenate(shares, axis=1)
+
+
+def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array, added: jax.Array | None) -> jax.Array:
     """Return the outputs of all heads [m, HV V] after the gate and the norm of the layer."""
     if refs.tokens.z is None:
         return o
@@ -245,7 +263,7 @@ def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
             shared = refs.work.norm.shape[1] == size
             weight = refs.work.norm[:, slice(0, size) if shared else of_heads].astype(jnp.float32)
         z = refs.tokens.rows[:, first + at : first + at + size]
-        found.append(tile.norm_heads(o[:, of_heads], z, weight, s))
+        found.append(tile.norm_heads(o[:, of_heads], z, weight, None if added is None else added[:, of_heads], s))
     return jnp.concatenate(found, axis=1)
 
 
@@ -255,34 +273,55 @@ def _of_head(x: jax.Array, h: int, s: DecodeStatic) -> jax.Array:
 
 
 def _erase_key(refs: DecodeRefs, s: DecodeStatic, h: int, k: list[jax.Array]) -> jax.Array:
-    """Return the erase keys of a value head, [m, K]."""
-    if refs.tokens.p is None:
-        return k[h // s.group]
-    first = refs.lanes["p"].start + h * s.K
-    return refs.tokens.rows[:, first : first + s.K]
+    """Return the erase keys of a value head, [m, lanes]."""
+    return k[h // s.group] if refs.tokens.p is None else _key(refs.tokens.rows, refs.lanes["p"].start, h, s)
 
 
-def _update_states(refs: DecodeRefs, s: DecodeStatic, b, k, decays) -> None:
+def _key(x: Any, first: int, h: int, s: DecodeStatic) -> jax.Array:
+    """Return the keys of head h [m, lanes] of those of all heads, which begin in lane `first` of x; x may be a Ref.
+
+    Where the states of two heads are one, the lanes of the other head are zeros.
+    """
+    at = first + h // s.in_state * s.lanes
+    keys = x[:, at : at + s.lanes]
+    if not s.paired:
+        return keys
+    lower = lax.broadcasted_iota(jnp.int32, keys.shape, 1) < jnp.int32(s.K)
+    return jnp.where(lower if h % 2 == 0 else ~lower, keys, jnp.zeros_like(keys))
+
+
+def _echo_keys(refs: DecodeRefs, s: DecodeStatic) -> list[list[jax.Array]]:
+    """Return the keys that write what erase keys read, a list of one [m, lanes] for every key head, or nothing."""
+    if refs.tokens.echo is None:
+        return []
+    return [[_key(refs.tokens.rows, refs.lanes["echo"].start, h, s) for h in range(s.H)]]
+
+
+def _update_states(refs: DecodeRefs, s: DecodeStatic, b, keys, decays) -> None:
     """Store the states after each token of a grid step in the buffers from which they are copied out.
 
-    The decays are those of each token alone.
+    The keys are those that write, one list of key heads or two. The decays are those of each token alone.
     """
-    n = refs.buffers.before.shape[1]
+    n, column = refs.buffers.before.shape[1], (lambda x: x) if s.transposed else lambda x: tiles.to_column(x[None])[0]
     for place in range(n):
         rows = [slice(row, row + 1) for row in range(place, refs.tokens.rows.shape[0], n)]
-        for key in range(s.H):
-            keys = [k[key][row] if s.transposed else tiles.to_column(k[key][row][None])[0] for row in rows]
-            for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.state(b, place, h).astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
-                for t, (row, of_token) in enumerate(zip(rows, keys, strict=True)):
+        # Value heads that share a key, or a state.
+        for first in range(0, s.HV, max(s.group, s.in_state)):
+            of_keys = range(first // s.group, first // s.group + s.in_state)
+            columns = [[column(x[h][row]) for h in of_keys for x in keys] for row in rows]
+            for h in range(first, first + s.group):
+                S, i = refs.state(b, place, h // s.in_state).astype(jnp.float32), h // s.in_state
+                for t, (row, of_token) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
                     if t == 0 and refs.buffers.scale_in is not None and not s.loops:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
-                    S = tile.next_state(S, decay, of_token, refs.work.made[row, of_head], s)
+                    lanes = [j * s.HV + each for each in range(h, h + s.in_state) for j in range(len(keys))]
+                    made = [refs.work.made[row, each * s.V : (each + 1) * s.V] for each in lanes]
+                    S = tile.next_state(S, decay, of_token, made, s)
                     if s.loops:
-                        refs.work.between[place, h] = S
+                        refs.work.between[place, i] = S
                         continue
-                    refs.buffers.after[(*at, h)], scales = tile.stored(S, refs.buffers.after.dtype, s.transposed)
+                    refs.buffers.after[(*at, i)], scales = tile.stored(S, refs.buffers.after.dtype, s.transposed)
                     if scales is not None:
                         refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales
 
@@ -312,12 +351,14 @@ def _store_tokens(buffer: jax.Ref, s: DecodeStatic, b, heads: list[jax.Array]) -
 
 
 def _by_head(refs: DecodeRefs, s: DecodeStatic, b) -> list[list[jax.Array]]:
-    """Return queries, keys and values of every head after the convolution, [m, K] or [m, V] each."""
-    arrays, sizes = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))], ((s.H, s.K), (s.H, s.K), (s.HV, s.V))
+    """Return queries, keys and values of every head after the convolution, [m, lanes] or [m, V] each."""
+    arrays = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))]
     if len(arrays) == 1:
         ends = [0, s.H * s.K, 2 * s.H * s.K, arrays[0].shape[1]]
         arrays = [arrays[0][:, begin:end] for begin, end in itertools.pairwise(ends)]
-    return [[x[:, i * D : (i + 1) * D] for i in range(heads)] for x, (heads, D) in zip(arrays, sizes, strict=True)]
+    q, k, v = arrays
+    keys = [[_key(x, 0, h, s) for h in range(s.H)] for x in (q, k)]
+    return [*keys, [v[:, h * s.V : (h + 1) * s.V] for h in range(s.HV)]]
 
 
 def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> jax.Array:
@@ -342,8 +383,22 @@ def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> jax.Array:
 def _gates(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax.Array] | None]:
     """Return the decays of every value head in nats, [m, 1], [m, K] or side by side [m, heads], and its time steps.
 
-    Time steps are those of Mamba-2, otherwise None.
+    Time steps are those of Mamba-2, otherwise None. Where the states of two heads are one, decays are those of both.
     """
+    if not s.paired:
+        return _gates_alone(refs, s)
+    if s.law is None and refs.tokens.g is not None and refs.tokens.g.shape[1] > s.HV:
+        # The channels of two heads lie side by side as they are.
+        first = refs.lanes["g"].start
+        pairs = [refs.tokens.rows[:, at : at + s.lanes] for at in range(first, first + s.HV * s.K, s.lanes)]
+        return [pairs[h // 2] for h in range(s.HV)], None
+    alone, steps = _gates_alone(refs, s)
+    alone = [jnp.broadcast_to(x, (len(x), s.K)) for x in alone]
+    return [jnp.concatenate(alone[h // 2 * 2 : h // 2 * 2 + 2], axis=1) for h in range(s.HV)], steps
+
+
+def _gates_alone(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax.Array] | None]:
+    """Return the same for every value head alone."""
     of_law = refs.work.A_log, refs.work.dt_bias
     A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in of_law)
     by_head = lambda x: [_of_head(x, h, s) for h in range(s.HV)]

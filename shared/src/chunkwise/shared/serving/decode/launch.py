@@ -44,7 +44,10 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     few = heads >= s.gates and not (s.loops and (pool.replay or x.of_layer))
     if not few or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
-    if pool.replay and not _takes_rings(x, pool):
+    # Heads that share a key and a convolution do not lie in pairs.
+    if s.paired and s.H < s.HV:
+        return None
+    if pool.replay and (x.echo is not None or not _takes_rings(x, pool)):
         return None
     width, outputs, T = x.lanes, packed.pad_lanes(s.HV * s.V), _rows(x, N)
     constants = jax.eval_shape(lambda: x.constants)
@@ -52,24 +55,25 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + outputs * (4 + 2 * x.x[0].dtype.itemsize))
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
-    state = s.HV * _state_bytes(s, states.dtype)
+    state = s.HV // s.in_state * _state_bytes(s, states.dtype)
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
         slot += pool.replay * _ring_bytes(x, pool)
         fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
     buffers = 2 * slot + (1 + (1 if s.loops else targets_of(x, pool))) * state
-    between = s.loops * s.HV * _state_bytes(s, jnp.dtype(jnp.float32))
-    rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
+    between = s.loops * s.HV // s.in_state * _state_bytes(s, jnp.dtype(jnp.float32))
+    keys = 1 + (x.echo is not None)
+    rows = 8 * s.HV * (2 * packed.pad_lanes(s.lanes) + packed.pad_lanes(s.V)) + (keys - 1) * outputs
     products = 4 * s.decode_tokens * (2 * width + rows)
     each = copies.BUFFERS * buffers + between + products
-    some = sequences_of(s.gates, pool.replay > 0, s.decode_tokens)
+    some = sequences_of(s.gates // s.in_state, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
 def _state_bytes(s: DecodeStatic, dtype) -> int:
     """Return the fast memory that the state of a head takes."""
-    rows, lanes = (s.V, s.K) if s.transposed else (s.K, s.V)
+    rows, lanes = (s.V, s.lanes) if s.transposed else (s.K, s.V)
     return packed.round_up(rows, 32 // dtype.itemsize) * packed.pad_lanes(lanes) * dtype.itemsize
 
 
@@ -80,6 +84,14 @@ def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
     each of them reads by a row of its own.
     """
     s = x.static
+    if pool.paired:
+        queries, keys, values = x.x if len(x.x) == 3 else (None, None, *x.x)
+        if s.H < s.HV and queries is not None and not x.weight:
+            # Every value head gets a key of its own.
+            heads = lambda y: jnp.repeat(y.reshape(len(y), s.H, s.K), s.group, axis=1).reshape(len(y), -1)
+            x = x._replace(x=(heads(queries), heads(keys), values), echo=None if x.echo is None else heads(x.echo))
+            s = s._replace(H=s.HV)
+        return x._replace(static=s._replace(transposed=True, paired=True))
     if pool.replay or not pools.lies_transposed(s.K, s.V):
         return x
     alone = x.per_channel or x.p is not None or pool.scales is not None
@@ -90,6 +102,8 @@ def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
 
 def _as_it_lies(states: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the states [slots, HV, K, V] of a pool as the kernel takes them; XLA moves no data for it."""
+    if s.paired:
+        return states[:, :, 0]
     if not s.transposed:
         return states
     return jnp.swapaxes(states, 2, 3).reshape(states.shape[0], -1, s.V, s.K)
@@ -120,7 +134,7 @@ def _ring_bytes(x: Decodes, pool: StatePool) -> int:
 def launches_of(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many launches take the heads, each a part of them; None if the kernel does not take them."""
     s = x.static
-    heads, most = s.H if s.H > 1 else s.HV, 1 if x.of_layer or pool.replay else _MOST_LAUNCHES
+    heads, most = s.H if s.H > 1 else s.HV, 1 if x.of_layer or pool.replay or pool.paired else _MOST_LAUNCHES
     some = [n for n in range(1, most + 1) if heads % n == 0]
     return next((n for n in some if sequences_a_step(x.of_heads(n, 0) if n > 1 else x, conv, pool, N)), None)
 
@@ -198,13 +212,13 @@ def launch(
     each = (s.decode_tokens,) if s.decode_tokens > 1 else ()
     scratch |= {f"out{j}": buffer(y, *each) for j, y in enumerate(conv)}
     written, states, scales = each if targets > 1 else (), fields["states"][:, : s.HV], pool.scales
-    scratch |= dict(before=buffer(states), after=buffer(states, *written), parts=(s.HV * 8 * m, s.K))
+    scratch |= dict(before=buffer(states), after=buffer(states, *written), parts=(s.HV * 8 * m, s.lanes))
     if scales is not None:
         scales = scales[:, : s.HV]
         scratch |= dict(scale_in=buffer(scales), scale_out=buffer(scales, *written))
     if s.loops:
         scratch["between"] = n, *states.shape[1:]
-    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
+    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows * (1 + (x.echo is not None))))
     if pool.replay:
         scratch |= _ring_scratch(s, pool, held, n)
     scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
@@ -223,10 +237,10 @@ def launch(
         | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
         in_place={name: name for name in held},
-        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None),
+        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None or x.echo is not None),
     )
     o, after = chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0], {name: out[name] for name in fields}
-    if s.transposed:
+    if s.transposed and not s.paired:
         after["states"] = jnp.swapaxes(after["states"].reshape(*pool.shape[:2], pool.shape[3], s.K), 2, 3)
     after = pool._replace(**{name: y.reshape(getattr(pool, name).shape) for name, y in after.items()})
     return o, tuple(out[f"conv{j}"] for j in range(len(conv))), after

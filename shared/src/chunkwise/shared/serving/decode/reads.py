@@ -53,7 +53,7 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
     # How many value heads have the same rows. The matrix unit takes products in the order of the program: those with
     # states fill the time of those of rings that wait for others.
     alike = not (per_channel or factors or s.transposed or refs.tokens.p is not None)
-    together = s.group if alike and s.V % packed.LANES == 0 else 1
+    together = s.group if alike and s.V % packed.LANES == 0 else s.in_state
     for h in range(0, s.HV, together):
         if refs.has_rings and h == s.HV // 2 // together * together:
             start, weights = _weigh_rings(refs, s, b, counts, scores)
@@ -61,10 +61,8 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
         if on_matrix_unit:
             _read_together(refs, s, b, heads)
         else:
-            # Without the delta rule nothing is erased, and only the queries read.
-            kinds = range(refs.tokens.beta is None, 2)
             for head in heads:
-                _read_alone(refs, b, head, {j: rows[head][j] for j in kinds})
+                _read_alone(refs, b, head, {j: rows[head][j] for j in range(refs.first_row, 2)})
     if refs.has_rings:
         of_ring = _read_rings(refs, s, b, counts, weights)
     reads = []
@@ -110,23 +108,25 @@ def _read_alone(refs: DecodeRefs, b, head: int, rows: dict[int, jax.Array]) -> N
 
 
 def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
-    """Store the products of parts of keys and queries with the states of the value heads that share these parts.
+    """Store the products of parts of keys and queries with the states of value heads that share these parts, or a state.
 
     The states lie side by side, because the matrix unit of most chips has 256 columns.
     """
     n, m = refs.buffers.before.shape[1], refs.tokens.rows.shape[0]
     for place in range(n):
         # The rows of a sequence.
-        first = tile.row_of(heads[0], s) * m
-        some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
-        S = jnp.concatenate([refs.state(b, place, h) for h in heads], axis=1)
-        y = tile.read_on_matrix_unit(S, jnp.concatenate(some), s.transposed)
+        firsts = [tile.row_of(h, s) * m for h in (heads if s.paired else heads[:1])]
+        rows = [first + row for first in firsts for row in range(place, m, n)]
+        some = [refs.work.parts[pl.ds(row, 8, stride=m * s.HV), :] for row in rows]
+        S = [refs.state(b, place, h // s.in_state) for h in heads[:: s.in_state]]
+        y = tile.read_on_matrix_unit(jnp.concatenate(S, axis=1), jnp.concatenate(some), s.transposed)
         for j, h in enumerate(heads):
+            above, begin = (8 * j * s.decode_tokens, 0) if s.paired else (0, j * s.V)
             for t, row in enumerate(range(place, m, n)):
-                of_token = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
+                of_token = y[above + 8 * t : above + 8 * t + 8, begin : begin + s.V]
                 if s.transposed:
                     # A load with a stride takes one register of lanes, and these rows may have more.
-                    for i in range(refs.tokens.beta is None, 2):
+                    for i in range(refs.first_row, 2):
                         at = 8 * m * h + i * m + row
                         parts = [of_token[k : k + 1] for k in range(i, 2 * tile.PARTS, 2)]
                         refs.work.products[at : at + 1, :] = functools.reduce(jnp.add, parts)

@@ -77,11 +77,12 @@ def accumulate_before(g: jax.Array, s: DecodeStatic) -> jax.Array:
     return jnp.concatenate(list(itertools.accumulate(parts[:-1], jnp.add, initial=jnp.zeros_like(parts[0]))))
 
 
-def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Array, jax.Array]:
-    """Return the values that tokens write, and their outputs, [rows, V] for a value head.
+def run_rule(q, keys, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[list[jax.Array], jax.Array]:
+    """Return the values that tokens write by each of their keys, and their outputs, [rows, V] for a value head.
 
     Args:
-      q, k, v: queries, keys and values of the head.
+      q, v: queries and values of the head.
+      keys: its keys, and where there are some, the keys that write what erase keys read.
       g: its gates in nats, [rows, 1] or [rows, K], or where value heads lie side by side [rows, V].
       beta: step sizes [rows, 1], or None without the delta rule.
       erase: erase keys, which may be k.
@@ -89,7 +90,8 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
         decays.
       s: the static description.
     """
-    q, k, v, g, erase, S_e, S_q = (by_token(x, s) for x in (q, k, v, g, erase, S_e, S_q))
+    q, v, g, erase, S_e, S_q = (by_token(x, s) for x in (q, v, g, erase, S_e, S_q))
+    keys = list(zip(*(by_token(x, s) for x in keys), strict=True))
     written, outputs = [], []
     for t in range(s.decode_tokens):
         found, since, earlier = [S_e[t], S_q[t]], None, None
@@ -99,28 +101,38 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
                 earlier = g[u + 1] if earlier is None else earlier + g[u + 1]
             since = g[u + 1] if since is None else since + g[u + 1]
             until = earlier if s.erase_before_decay else since
-            for j, (x, nats) in enumerate(((erase[t], until), (q[t], since))):
-                key, value = k[u], written[u]
+            for (j, (x, nats)), (key, value) in itertools.product(
+                enumerate(((erase[t], until), (q[t], since))), zip(keys[u], written[u], strict=True)
+            ):
                 if nats is not None and s.side_by_side > 1:
                     value = jnp.exp(nats) * value
                 elif nats is not None:
                     key = jnp.exp(nats) * key
                 found[j] = found[j] + jnp.sum(x * key, axis=1, keepdims=True) * value
         new = v[t] if beta is None else by_token(beta, s)[t] * (v[t] - found[0])
-        written.append(new)
+        written.append([new, found[0]][: len(keys[t])])
         # The state after the token is read without it: o = a S^T q + (k . q) new.
-        outputs.append(found[1] + jnp.sum(q[t] * k[t], axis=1, keepdims=True) * new)
-    return jnp.concatenate(written), jnp.concatenate(outputs)
+        for key, value in zip(keys[t], written[t], strict=True):
+            found[1] = found[1] + jnp.sum(q[t] * key, axis=1, keepdims=True) * value
+        outputs.append(found[1])
+    return [jnp.concatenate(of_key) for of_key in zip(*written, strict=True)], jnp.concatenate(outputs)
 
 
-def norm_heads(o: jax.Array, z: jax.Array, weight: jax.Array | None, s: DecodeStatic) -> jax.Array:
-    """Return the norm of the heads of an output [n, lanes] that have one norm, gated; without a weight only gated."""
+def norm_heads(
+    o: jax.Array, z: jax.Array, weight: jax.Array | None, added: jax.Array | None, s: DecodeStatic
+) -> jax.Array:
+    """Return the norm of the heads of an output [n, lanes] that have one norm, gated; without a weight only gated.
+
+    With an array that is added to the norm it is a layer norm.
+    """
     gate = activations.activate(z, s.norm_gate)
     if weight is None:
         return o * gate
     o = o * gate if s.gate_first else o
+    o = o if added is None else o - jnp.mean(o, axis=1, keepdims=True)
     mean = jnp.mean(o * o, axis=1, keepdims=True)
     y = weight * (o * lax.rsqrt(mean + jnp.float32(s.eps)))
+    y = y if added is None else y + added
     return y if s.gate_first else y * gate
 
 
@@ -164,29 +176,29 @@ def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.sum(S * tiles.to_column(row[None])[0], axis=0, keepdims=True)
 
 
-def next_state(S: jax.Array, decay: jax.Array, key: jax.Array, new: jax.Array, s: DecodeStatic) -> jax.Array:
-    """Return diag(decay) S + k n^T in float32.
+def next_state(S: jax.Array, decay: jax.Array, keys: list, made: list, s: DecodeStatic) -> jax.Array:
+    """Return diag(decay) S and the products k n^T of keys and what they write, in float32.
 
     Args:
       S: the state [K, V], or [V, K] if states lie transposed.
       decay: [1, 1] or [1, K], or [1, heads] where value heads lie side by side.
-      key: [K, 1], or [1, K] if states lie transposed.
-      new: [1, V].
+      keys: [K, 1], or [1, K] if states lie transposed.
+      made: [1, V] for each of them.
       s: the static description.
     """
     if not s.transposed:
         decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
-        return decay * S + key * new
+        return sum((key * new for key, new in zip(keys, made, strict=True)), start=decay * S)
     if s.side_by_side > 1:
         size = s.V // s.side_by_side
         S = jnp.concatenate([decay[:, j : j + 1] * S[j * size : (j + 1) * size] for j in range(s.side_by_side)])
     else:
         S = decay * S
-    return S + _outer(new, key)
+    return S + _outer(made, keys)
 
 
-def _outer(column: jax.Array, row: jax.Array) -> jax.Array:
-    """Return the product of two rows [1, V] and [1, K], the first one as a column, [V, K], exact as float32 is.
+def _outer(columns: list[jax.Array], rows: list[jax.Array]) -> jax.Array:
+    """Return the sum of the products of rows [1, V], as columns, and rows [1, K], [V, K], exact as float32 is.
 
     The matrix unit multiplies every part of one by every part of the other, which lie in rows.
     """
@@ -194,9 +206,10 @@ def _outer(column: jax.Array, row: jax.Array) -> jax.Array:
         lambda rest, j: jnp.where(place == jnp.int32(j), parts[j], rest), range(PARTS), jnp.float32(0.0)
     )
     index = lambda x: lax.broadcasted_iota(jnp.int32, (16, x.shape[1]), 0)
-    left = spread(exact_parts(column), lax.div(index(column), jnp.int32(PARTS)))
-    right = spread(exact_parts(row), lax.rem(index(row), jnp.int32(PARTS)))
-    return matmul.dot_tn(left.astype(jnp.bfloat16)[None], right.astype(jnp.bfloat16)[None])[0]
+    left = [spread(exact_parts(x), lax.div(index(x), jnp.int32(PARTS))) for x in columns]
+    right = [spread(exact_parts(x), lax.rem(index(x), jnp.int32(PARTS))) for x in rows]
+    left, right = (jnp.concatenate(x).astype(jnp.bfloat16)[None] for x in (left, right))
+    return matmul.dot_tn(left, right)[0]
 
 
 def stored(state: jax.Array, dtype, transposed: bool = False) -> tuple[jax.Array, jax.Array | None]:
