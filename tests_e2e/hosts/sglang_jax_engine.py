@@ -169,7 +169,10 @@ def weights_ling(draw):
     w["model.word_embeddings.weight"] = w.pop("model.embed_tokens.weight")
     for i in range(LAYERS):
         a, linear = f"model.layers.{i}.attention", (i + 1) % LING["layer_group_size"] > 0
-        w |= {f"{a}.query_key_value.weight": draw.matrix(3 * H * size, D), f"{a}.dense.weight": draw.matrix(D, H * size)}
+        w |= {
+            f"{a}.query_key_value.weight": draw.matrix(3 * H * size, D),
+            f"{a}.dense.weight": draw.matrix(D, H * size),
+        }
         w |= {f"{a}.{name}_layernorm.weight": draw.near(1, size) for name in ("query", "key")}
         if linear:
             w |= {f"{a}.g_proj.weight": draw.matrix(H * size, D), f"{a}.g_norm.weight": draw.near(1, H * size)}

@@ -141,7 +141,9 @@ def test_install_refuses_a_host_with_a_copy(monkeypatch, read):
     with_functions(monkeypatch, elsewhere, FUNCTIONS[:1] if read else ("other",))
     setattr(sys.modules[elsewhere], FUNCTIONS[0], getattr(sys.modules[SEAM], FUNCTIONS[0]))
     if read:
-        assert_refused(AttributeError, f"{FUNCTIONS[0]} must be replaced before other modules import it; {elsewhere} has")
+        assert_refused(
+            AttributeError, f"{FUNCTIONS[0]} must be replaced before other modules import it; {elsewhere} has"
+        )
     else:
         levanter.install()()
 
