@@ -193,19 +193,15 @@ def as_two_tokens(x: Arguments) -> Arguments:
     return x._replace(**tokens, echo=None)
 
 
+def one_gate(x: Arguments) -> Arguments:
+    """Return arguments with g_gamma added to g; without g a launch of decodes takes g_gamma as it is, or None."""
+    return x if x.g is None else x._replace(g=total_gate(x), g_gamma=None)
+
+
 def choose_scale(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Return arguments whose scale is an array or None, and options with the number that multiplies it."""
     number, array = launcher.split_scale(x.q.shape[-1] ** -0.5 if x.scale is None else x.scale)
     return x._replace(scale=array), options._replace(scale=number)
-
-
-def with_gates(x: Arguments, options: Options) -> Arguments:
-    """Return the arguments of a delta rule, with a zero for every head and token where it got no gates: no decay."""
-    if x.g is not None:
-        return x
-    raw = options.activation.use_gate_in_kernel
-    checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
-    return x._replace(g=compat.varying_zeros(x.v.shape[:3], x.q, x.k, x.v))
 
 
 def whole_scale(x: Arguments, options: Options) -> jax.Array:

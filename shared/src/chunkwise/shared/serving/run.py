@@ -212,7 +212,7 @@ def _decode(
     """Return the outputs of the decodes, whose tokens are the first tokens of x, and the pool."""
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
-    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=arguments.ABSENT)
+    x = arguments.one_gate(x)._replace(scale=None, cu_seqlens=arguments.ABSENT)
     static = records.static_of_rule(name, W, True, x, options)
     if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
         made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)
@@ -230,7 +230,8 @@ def _plain_tokens(
     token = routes.start[:, None] + jnp.arange(W, dtype=jnp.int32)[None]  # [N, W]
     token = jnp.where(token < routes.end[:, None], token, jnp.int32(x.v.shape[1]))
     q, k, v, g, beta, p, echo = jax.tree.map(
-        lambda y: y[0].at[token].get(mode="fill", fill_value=0), (x.q, x.k, x.v, x.g, x.beta, x.p, x.echo)
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0),
+        (x.q, x.k, x.v, arguments.total_gate(x), x.beta, x.p, x.echo),
     )  # [N, W, ...]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if static.normalise:

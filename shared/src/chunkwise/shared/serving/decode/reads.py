@@ -108,7 +108,7 @@ def _read_alone(refs: DecodeRefs, b, head: int, rows: dict[int, jax.Array]) -> N
 
 
 def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
-    """Store the products of parts of keys and queries with the states of value heads that share these parts, or a state.
+    """Store the products of parts of keys and queries with the states of value heads that share these parts or a state.
 
     The states lie side by side, because the matrix unit of most chips has 256 columns.
     """
