@@ -312,8 +312,8 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
         session.run("pytest", *quietly, *map(str, files), *session.posargs)
 
     host.__doc__ = f"Run {name} with ours in place, whole where a CPU can; `-- --json PATH` keeps what is measured."
-    with_torch = any(x.startswith("torch") for x in requirements)
-    options = WITH_TORCH if with_torch else {"python": PYTHONS.get("3.12", "3.12")}
+    needs_torch = any(x.startswith("torch") for x in requirements)
+    options = WITH_TORCH if needs_torch else {"python": PYTHONS.get("3.12", "3.12")}
     nox.session(host, name=f"host-{name}", **options, default=False)
 
 
@@ -341,9 +341,8 @@ def extras(session):
         lines = [*nox.project.dependency_groups(GROUPS, "runtime"), *(x for name in names for x in known[name])]
         wanted.write_text("\n".join(lines))
         found.unlink(missing_ok=True)
-        session.run(
-            "uv", "pip", "compile", "--quiet", *system, wanted, "-o", found, success_codes=(0, 1), silent=True
-        )  # fmt: skip
+        command = ("uv", "pip", "compile", "--quiet", *system, wanted, "-o", found)
+        session.run(*command, success_codes=(0, 1), silent=True)
         return found.exists()
 
     alone = [name for name in known if not fits(name)]
@@ -396,8 +395,8 @@ def sbom(session):
     session.run(*pip, "--no-index", "--find-links", ROOT / "dist", "chunkwise[integrations]", external=True)
     session.run(there / "bin/python", "-m", "pip", "uninstall", "--yes", "pip", external=True)
     result.parent.mkdir(exist_ok=True)
-    about = ("--pyproject", ROOT / "pyproject.toml", "--mc-type", "library")
-    session.run("cyclonedx-py", "environment", "--output-reproducible", *about, "-o", result, there)
+    about = ("--pyproject", ROOT / "pyproject.toml", "--mc-type", "library", "--output-reproducible")
+    session.run("cyclonedx-py", "environment", *about, "-o", result, there)
 
 
 @nox.session(default=False)
@@ -412,11 +411,8 @@ def matrix(session, jax):
     if not dist.exists():
         session.error("dist/ must hold the wheels: `nox -s build` makes them.")
     # The lock has one JAX for each Python.
-    session.install(
-        *versions(session, ("jax", "libtpu")),
-        *nox.project.dependency_groups(GROUPS, "test", "runtime"),
-        f"jax=={jax}.*",
-    )
+    wanted = nox.project.dependency_groups(GROUPS, "test", "runtime")
+    session.install(*versions(session, ("jax", "libtpu")), *wanted, f"jax=={jax}.*")
     session.install("--no-index", "--find-links", str(dist), "chunkwise")
     session.run("chunkwise", "--version")
     run_example(session, "layers")
