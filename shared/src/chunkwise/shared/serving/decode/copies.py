@@ -76,7 +76,7 @@ def _ends(refs: DecodeRefs, s: DecodeStatic, kind: str, slot, place, conv, out: 
         at = pl.ds(slot * jnp.int32(W), W) if out and W > 1 else conv
         return [(pool.at[at], buffer) for pool, buffer in arrays]
     if kind == "states":
-        at = slot if refs.pools.states.shape[1] == s.HV // s.in_state else (slot, pl.ds(s.first, s.HV))
+        at = slot if refs.pools.states.shape[1] == s.HV else (slot, pl.ds(s.first, s.HV))
         found = [(refs.pools.states.at[at], refs.buffers.after if out else refs.buffers.before)]
         if refs.pools.scales is not None:
             found.append((refs.pools.scales.at[at], refs.buffers.scale_out if out else refs.buffers.scale_in))

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import activations, gate_activation, tiles
+from chunkwise.shared.kernels import activations, gate_activation, packed, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
 from chunkwise.shared.serving.decode.records import DecodeStatic
@@ -55,6 +55,8 @@ def decode_kernel(refs: DecodeRefs, s: DecodeStatic):
         pl.when(i >= 1)(lambda: wait(i - 1))
         wait(i)
         T = refs.tokens.o.shape[0]
+        if _finishes_last(refs, s):
+            _finish_pairs(refs, s)
         refs.tokens.o[...] = refs.tokens.outputs[:T].astype(refs.tokens.o.dtype)
         if refs.has_rings:
             copies.copy_counts(refs, out=True)
@@ -153,7 +155,7 @@ def _run_in_turn(refs: DecodeRefs, s: DecodeStatic, i) -> None:
     """Run the sequences of grid step i token by token; in between their states are float32."""
     b, starts, tokens = copies.buffer_of(i), table.of_step(refs, table.START, i), table.of_step(refs, table.TOKENS, i)
     none, states = jnp.int32(refs.tokens.o.shape[0]), refs.work.between
-    heads = list(itertools.product(*map(range, states.shape[:2])))
+    heads = list(itertools.product(range(states.shape[0]), range(s.HV)))
     for place, h in heads:
         S = refs.buffers.before[b, place, h].astype(jnp.float32)
         if refs.buffers.scale_in is not None:
@@ -200,7 +202,10 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     q = [x * jnp.float32(s.scale) for x in q]
     gates, steps = _gates(refs, s)
     written = v if steps is None else [tile.over_lanes(x, s) * y for x, y in zip(steps, v, strict=True)]
-    to_lanes = lambda heads: [tile.over_lanes(x, s) for x in heads] if s.side_by_side > 1 else heads
+    # Decays of channels have their lanes.
+    spread = s.side_by_side > 1 and gates[0].shape[1] <= s.side_by_side
+    to_lanes = lambda heads: [tile.over_lanes(x, s) for x in heads] if spread else heads
+    gates = to_lanes(gates) if s.paired else gates
     decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
     if refs.has_rings:
         _append_keys(refs, s, b, counts, k, gates)
@@ -208,9 +213,9 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     # The erase key and the query of every value head.
     rows = [[_erase_key(refs, s, h, k), q[h // s.group]] for h in range(s.HV)]
     erased = [jnp.exp(tile.accumulate_before(x, s)) for x in gates] if s.erase_before_decay else decays
-    reach = list(zip(to_lanes(erased), to_lanes(decays), strict=True))
+    reach = list(zip(*([erased, decays] if s.paired else map(to_lanes, (erased, decays))), strict=True))
     read = reads.read_states(refs, s, b, counts, rows, reach)
-    since = to_lanes(gates) if s.decode_tokens > 1 else gates
+    since = to_lanes(gates) if s.decode_tokens > 1 and not s.paired else gates
     keys = [k, *_echo_keys(refs, s)]
     made, outputs = [], []
     for h in range(s.HV):
@@ -223,8 +228,9 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
         outputs.append(o)
     refs.work.made[...] = jnp.concatenate([x for of_key in zip(*made, strict=True) for x in of_key], axis=1)
     # The output replaces channels that have been read; there are more channels than outputs.
-    added = _added(refs, s, q, k, v)
-    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1), added)
+    o = jnp.concatenate(outputs, axis=1)
+    o = o if _finishes_last(refs, s) else _finish(refs, s, o, _added(refs, s, q, k, v))
+    refs.tokens.rows[:, : s.HV * s.V] = o
     for place, start in enumerate(starts):
         refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
     if refs.has_rings:
@@ -246,8 +252,8 @@ def _added(refs: DecodeRefs, s: DecodeStatic, q, k, v) -> jax.Array | None:
     own = refs.work.own[...].astype(jnp.float32)
     for h in range(s.HV):
         at = h // s.group
-        weights = own[:, at // s.in_state * s.lanes : (at // s.in_state + 1) * s.lanes]
-        shares.append(jnp.sum(q[at] * k[at] * weights, axis=1, keepdims=True) * v[h])
+        weights = own[:, at * s.K : (at + 1) * s.K]
+        shares.append(tile.sum_of_head(q[at] * k[at] * weights, s) * v[h])
     return bias + jnp.concatenate(shares, axis=1)
 
 
@@ -267,34 +273,63 @@ def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array, added: jax.Array | 
     return jnp.concatenate(found, axis=1)
 
 
+def _finishes_last(refs: DecodeRefs, s: DecodeStatic) -> bool:
+    """Return whether the last grid step does the gate and the norm for all tokens, whose rows then fill registers.
+
+    Narrow heads are many, so that a grid step takes few sequences.
+    """
+    return s.paired and s.V == packed.LANES and s.norm_heads == 1 and not refs.work.w and refs.tokens.z is not None
+
+
+def _finish_pairs(refs: DecodeRefs, s: DecodeStatic) -> None:
+    """Replace the outputs of all tokens by those after the gate and the norm, pair by pair of the heads."""
+    T, V, ends = refs.tokens.o.shape[0], s.V, refs.step.boundaries
+    # Tokens of no decode stay zeros.
+    row, last = lax.broadcasted_iota(jnp.int32, (T, V), 0), jnp.int32(ends.shape[0] - 1)
+    count = jnp.clip(jnp.minimum(refs.step.decodes[0], refs.step.sequences[0]), jnp.int32(0), last)
+    decoded = (row >= ends[0]) & (row < ends[count])
+
+    def finish(pair, carry):
+        lanes = lambda first: pl.ds(pl.multiple_of(pair * jnp.int32(V) + jnp.int32(first), V), V)
+        of_tokens = lambda name: refs.tokens.side_by_side[:T, lanes(refs.lanes[name].start)]
+        constant = lambda ref: ref[:, lanes(0)].astype(jnp.float32)
+        weight = added = None
+        if s.eps is not None:
+            norm = refs.work.norm
+            shared = norm.shape[1] < V
+            weight = jnp.concatenate([norm[...].astype(jnp.float32)] * 2, axis=1) if shared else constant(norm)
+        if refs.work.norm_bias is not None:
+            added = constant(refs.work.norm_bias)
+        if refs.work.own is not None:
+            shares = of_tokens("x0") * of_tokens("x1") * constant(refs.work.own)
+            added = added + tile.sum_of_head(shares, s) * of_tokens("x2")
+        o, mean_of = refs.tokens.outputs[:T, lanes(0)], lambda x: tile.sum_of_head(x, s) * jnp.float32(2 / V)
+        y = tile.norm_heads(o, of_tokens("z"), weight, added, s, mean_of)
+        refs.tokens.outputs[:T, lanes(0)] = jnp.where(decoded, y, jnp.float32(0.0))
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(s.HV), finish, None)
+
+
 def _of_head(x: jax.Array, h: int, s: DecodeStatic) -> jax.Array:
     """Return the numbers of a head, [n, heads that lie side by side], of the numbers of all value heads."""
     return x[:, h * s.side_by_side : (h + 1) * s.side_by_side]
 
 
 def _erase_key(refs: DecodeRefs, s: DecodeStatic, h: int, k: list[jax.Array]) -> jax.Array:
-    """Return the erase keys of a value head, [m, lanes]."""
-    return k[h // s.group] if refs.tokens.p is None else _key(refs.tokens.rows, refs.lanes["p"].start, h, s)
-
-
-def _key(x: Any, first: int, h: int, s: DecodeStatic) -> jax.Array:
-    """Return the keys of head h [m, lanes] of those of all heads, which begin in lane `first` of x; x may be a Ref.
-
-    Where the states of two heads are one, the lanes of the other head are zeros.
-    """
-    at = first + h // s.in_state * s.lanes
-    keys = x[:, at : at + s.lanes]
-    if not s.paired:
-        return keys
-    lower = lax.broadcasted_iota(jnp.int32, keys.shape, 1) < jnp.int32(s.K)
-    return jnp.where(lower if h % 2 == 0 else ~lower, keys, jnp.zeros_like(keys))
+    """Return the erase keys of a value head, [m, K]."""
+    if refs.tokens.p is None:
+        return k[h // s.group]
+    first = refs.lanes["p"].start + h * s.K
+    return refs.tokens.rows[:, first : first + s.K]
 
 
 def _echo_keys(refs: DecodeRefs, s: DecodeStatic) -> list[list[jax.Array]]:
-    """Return the keys that write what erase keys read, a list of one [m, lanes] for every key head, or nothing."""
+    """Return the keys that write what erase keys read, a list of one [m, K] for every key head, or nothing."""
     if refs.tokens.echo is None:
         return []
-    return [[_key(refs.tokens.rows, refs.lanes["echo"].start, h, s) for h in range(s.H)]]
+    first = refs.lanes["echo"].start
+    return [[refs.tokens.rows[:, at : at + s.K] for at in range(first, first + s.H * s.K, s.K)]]
 
 
 def _update_states(refs: DecodeRefs, s: DecodeStatic, b, keys, decays) -> None:
@@ -305,23 +340,20 @@ def _update_states(refs: DecodeRefs, s: DecodeStatic, b, keys, decays) -> None:
     n, column = refs.buffers.before.shape[1], (lambda x: x) if s.transposed else lambda x: tiles.to_column(x[None])[0]
     for place in range(n):
         rows = [slice(row, row + 1) for row in range(place, refs.tokens.rows.shape[0], n)]
-        # Value heads that share a key, or a state.
-        for first in range(0, s.HV, max(s.group, s.in_state)):
-            of_keys = range(first // s.group, first // s.group + s.in_state)
-            columns = [[column(x[h][row]) for h in of_keys for x in keys] for row in rows]
-            for h in range(first, first + s.group):
-                S, i = refs.state(b, place, h // s.in_state).astype(jnp.float32), h // s.in_state
+        for key in range(s.H):
+            columns = [[column(x[key][row]) for x in keys] for row in rows]
+            for h in range(key * s.group, (key + 1) * s.group):
+                S, ends = refs.state(b, place, h).astype(jnp.float32), len(keys) * s.HV * s.V
                 for t, (row, of_token) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
                     if t == 0 and refs.buffers.scale_in is not None and not s.loops:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
-                    lanes = [j * s.HV + each for each in range(h, h + s.in_state) for j in range(len(keys))]
-                    made = [refs.work.made[row, each * s.V : (each + 1) * s.V] for each in lanes]
+                    made = [refs.work.made[row, at : at + s.V] for at in range(h * s.V, ends, s.HV * s.V)]
                     S = tile.next_state(S, decay, of_token, made, s)
                     if s.loops:
-                        refs.work.between[place, i] = S
+                        refs.work.between[place, h] = S
                         continue
-                    refs.buffers.after[(*at, i)], scales = tile.stored(S, refs.buffers.after.dtype, s.transposed)
+                    refs.buffers.after[(*at, h)], scales = tile.stored(S, refs.buffers.after.dtype, s.transposed)
                     if scales is not None:
                         refs.buffers.scale_out[(*at, slice(h, h + 1))] = scales
 
@@ -351,14 +383,12 @@ def _store_tokens(buffer: jax.Ref, s: DecodeStatic, b, heads: list[jax.Array]) -
 
 
 def _by_head(refs: DecodeRefs, s: DecodeStatic, b) -> list[list[jax.Array]]:
-    """Return queries, keys and values of every head after the convolution, [m, lanes] or [m, V] each."""
-    arrays = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))]
+    """Return queries, keys and values of every head after the convolution, [m, K] or [m, V] each."""
+    arrays, sizes = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))], ((s.H, s.K), (s.H, s.K), (s.HV, s.V))
     if len(arrays) == 1:
         ends = [0, s.H * s.K, 2 * s.H * s.K, arrays[0].shape[1]]
         arrays = [arrays[0][:, begin:end] for begin, end in itertools.pairwise(ends)]
-    q, k, v = arrays
-    keys = [[_key(x, 0, h, s) for h in range(s.H)] for x in (q, k)]
-    return [*keys, [v[:, h * s.V : (h + 1) * s.V] for h in range(s.HV)]]
+    return [[x[:, i * D : (i + 1) * D] for i in range(heads)] for x, (heads, D) in zip(arrays, sizes, strict=True)]
 
 
 def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> jax.Array:
@@ -383,22 +413,8 @@ def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> jax.Array:
 def _gates(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax.Array] | None]:
     """Return the decays of every value head in nats, [m, 1], [m, K] or side by side [m, heads], and its time steps.
 
-    Time steps are those of Mamba-2, otherwise None. Where the states of two heads are one, decays are those of both.
+    Time steps are those of Mamba-2, otherwise None.
     """
-    if not s.paired:
-        return _gates_alone(refs, s)
-    if s.law is None and refs.tokens.g is not None and refs.tokens.g.shape[1] > s.HV:
-        # The channels of two heads lie side by side as they are.
-        first = refs.lanes["g"].start
-        pairs = [refs.tokens.rows[:, at : at + s.lanes] for at in range(first, first + s.HV * s.K, s.lanes)]
-        return [pairs[h // 2] for h in range(s.HV)], None
-    alone, steps = _gates_alone(refs, s)
-    alone = [jnp.broadcast_to(x, (len(x), s.K)) for x in alone]
-    return [jnp.concatenate(alone[h // 2 * 2 : h // 2 * 2 + 2], axis=1) for h in range(s.HV)], steps
-
-
-def _gates_alone(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax.Array] | None]:
-    """Return the same for every value head alone."""
     of_law = refs.work.A_log, refs.work.dt_bias
     A_log, dt_bias = (None if ref is None else ref[...].astype(jnp.float32) for ref in of_law)
     by_head = lambda x: [_of_head(x, h, s) for h in range(s.HV)]
@@ -413,5 +429,7 @@ def _gates_alone(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], li
     size = g.shape[1] // s.gates
     if size == 1:
         return by_head(tile.gate(g, A_log, dt_bias, s)), None
+    size, each = size * s.side_by_side, s.side_by_side
     part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
-    return [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)], None
+    rate: Callable[..., Any] = lambda h: None if A_log is None else tile.over_lanes(part(A_log, h, each), s)
+    return [tile.gate(part(g, h, size), rate(h), part(dt_bias, h, size), s) for h in range(s.HV)], None

@@ -31,7 +31,8 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
       rows: the erase key and the query of every value head, [m, K].
       decays: the decays of the states that they read, [m, 1] or [m, K].
     """
-    m, per_channel = refs.tokens.rows.shape[0], s.side_by_side == 1 < decays[0][1].shape[1]
+    m, alone = refs.tokens.rows.shape[0], s.side_by_side == 1 or s.paired
+    per_channel = alone and decays[0][1].shape[1] > 1
     # A float32 state takes the vector unit as long for one token as its parts take the matrix unit for several. Of a
     # transposed one the sums of the vector unit would come out as columns.
     by_parts = (refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1) and not s.loops
@@ -53,7 +54,7 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
     # How many value heads have the same rows. The matrix unit takes products in the order of the program: those with
     # states fill the time of those of rings that wait for others.
     alike = not (per_channel or factors or s.transposed or refs.tokens.p is not None)
-    together = s.group if alike and s.V % packed.LANES == 0 else s.in_state
+    together = s.group if alike and s.V % packed.LANES == 0 else 1
     for h in range(0, s.HV, together):
         if refs.has_rings and h == s.HV // 2 // together * together:
             start, weights = _weigh_rings(refs, s, b, counts, scores)
@@ -108,22 +109,20 @@ def _read_alone(refs: DecodeRefs, b, head: int, rows: dict[int, jax.Array]) -> N
 
 
 def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
-    """Store the products of parts of keys and queries with the states of value heads that share these parts or a state.
+    """Store the products of parts of keys and queries with the states of the value heads that share these parts.
 
     The states lie side by side, because the matrix unit of most chips has 256 columns.
     """
     n, m = refs.buffers.before.shape[1], refs.tokens.rows.shape[0]
     for place in range(n):
         # The rows of a sequence.
-        firsts = [tile.row_of(h, s) * m for h in (heads if s.paired else heads[:1])]
-        rows = [first + row for first in firsts for row in range(place, m, n)]
-        some = [refs.work.parts[pl.ds(row, 8, stride=m * s.HV), :] for row in rows]
-        S = [refs.state(b, place, h // s.in_state) for h in heads[:: s.in_state]]
-        y = tile.read_on_matrix_unit(jnp.concatenate(S, axis=1), jnp.concatenate(some), s.transposed)
+        first = tile.row_of(heads[0], s) * m
+        some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
+        S = jnp.concatenate([refs.state(b, place, h) for h in heads], axis=1)
+        y = tile.read_on_matrix_unit(S, jnp.concatenate(some), s)
         for j, h in enumerate(heads):
-            above, begin = (8 * j * s.decode_tokens, 0) if s.paired else (0, j * s.V)
             for t, row in enumerate(range(place, m, n)):
-                of_token = y[above + 8 * t : above + 8 * t + 8, begin : begin + s.V]
+                of_token = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
                 if s.transposed:
                     # A load with a stride takes one register of lanes, and these rows may have more.
                     for i in range(refs.first_row, 2):

@@ -41,7 +41,7 @@ class DecodeStatic(NamedTuple):
       transposed: whether states lie as [V, K].
       side_by_side: how many value heads are one head for the kernel, in which each of them has its own lanes of values
         and its own decay.
-      paired: whether the states of two heads are one, in which each of them has its own lanes of keys.
+      paired: whether they are two heads with their own lanes of keys, too, beside which they share a state [V / 2, K].
     """
 
     H: int
@@ -66,16 +66,6 @@ class DecodeStatic(NamedTuple):
     transposed: bool = False
     side_by_side: int = 1
     paired: bool = False
-
-    @property
-    def in_state(self) -> int:
-        """How many value heads share a state."""
-        return 2 if self.paired else 1
-
-    @property
-    def lanes(self) -> int:
-        """The lanes of a key in the rows that read or write a state."""
-        return self.in_state * self.K
 
     @property
     def group(self) -> int:

@@ -210,9 +210,9 @@ class DecodeRefs(NamedTuple):
         """Whether the states have rings."""
         return self.pools.keys is not None
 
-    def state(self, b, place: int, i: int) -> jax.Array:
-        """Return state i before the tokens that the kernel takes at once; every value head has one, or every pair."""
-        return self.buffers.before[b, place, i] if self.work.between is None else self.work.between[place, i]
+    def state(self, b, place: int, head: int) -> jax.Array:
+        """Return the state [K, V] of a value head before the tokens that the kernel takes at once."""
+        return self.buffers.before[b, place, head] if self.work.between is None else self.work.between[place, head]
 
     @property
     def ring_tokens(self) -> int:

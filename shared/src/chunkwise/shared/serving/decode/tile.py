@@ -104,34 +104,34 @@ def run_rule(q, keys, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[lis
             for (j, (x, nats)), (key, value) in itertools.product(
                 enumerate(((erase[t], until), (q[t], since))), zip(keys[u], written[u], strict=True)
             ):
-                if nats is not None and s.side_by_side > 1:
+                if nats is not None and s.side_by_side > 1 and not s.paired:
                     value = jnp.exp(nats) * value
                 elif nats is not None:
                     key = jnp.exp(nats) * key
-                found[j] = found[j] + jnp.sum(x * key, axis=1, keepdims=True) * value
+                found[j] = found[j] + sum_of_head(x * key, s) * value
         new = v[t] if beta is None else by_token(beta, s)[t] * (v[t] - found[0])
         written.append([new, found[0]][: len(keys[t])])
         # The state after the token is read without it: o = a S^T q + (k . q) new.
         for key, value in zip(keys[t], written[t], strict=True):
-            found[1] = found[1] + jnp.sum(q[t] * key, axis=1, keepdims=True) * value
+            found[1] = found[1] + sum_of_head(q[t] * key, s) * value
         outputs.append(found[1])
     return [jnp.concatenate(of_key) for of_key in zip(*written, strict=True)], jnp.concatenate(outputs)
 
 
 def norm_heads(
-    o: jax.Array, z: jax.Array, weight: jax.Array | None, added: jax.Array | None, s: DecodeStatic
-) -> jax.Array:
+    o: jax.Array, z: jax.Array, weight: jax.Array | None, added: jax.Array | None, s: DecodeStatic,
+    mean_of=lambda x: jnp.mean(x, axis=1, keepdims=True),
+) -> jax.Array:  # fmt: skip
     """Return the norm of the heads of an output [n, lanes] that have one norm, gated; without a weight only gated.
 
-    With an array that is added to the norm it is a layer norm.
+    With an array that is added to the norm it is a layer norm. `mean_of` returns the mean in the lanes of a norm.
     """
     gate = activations.activate(z, s.norm_gate)
     if weight is None:
         return o * gate
     o = o * gate if s.gate_first else o
-    o = o if added is None else o - jnp.mean(o, axis=1, keepdims=True)
-    mean = jnp.mean(o * o, axis=1, keepdims=True)
-    y = weight * (o * lax.rsqrt(mean + jnp.float32(s.eps)))
+    o = o if added is None else o - mean_of(o)
+    y = weight * (o * lax.rsqrt(mean_of(o * o) + jnp.float32(s.eps)))
     y = y if added is None else y + added
     return y if s.gate_first else y * gate
 
@@ -158,17 +158,36 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
     return [*found, x]
 
 
-def read_on_matrix_unit(S: jax.Array, rows: jax.Array, transposed: bool = False) -> jax.Array:
-    """Return rows [8, K] of bfloat16 numbers times a state [K, V], or [V, K] if `transposed`, float32 [8, V]."""
+def lower_lanes(x: jax.Array) -> jax.Array:
+    """Return which lanes of x [n, lanes] belong to the first one of two heads, bool."""
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1) < jnp.int32(x.shape[1] // 2)
+
+
+def in_halves(x: jax.Array) -> list[jax.Array]:
+    """Return x [n, lanes] with zeros in the place of one of two heads, and of the other."""
+    lower, zero = lower_lanes(x), jnp.zeros_like(x)
+    return [jnp.where(lower, x, zero), jnp.where(lower, zero, x)]
+
+
+def sum_of_head(x: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return the sum over the channels of a head, [n, 1], or of two heads in the lanes of each, [n, lanes]."""
+    sums = [jnp.sum(y, axis=1, keepdims=True) for y in (in_halves(x) if s.paired else [x])]
+    return jnp.where(lower_lanes(x), *sums) if s.paired else sums[0]
+
+
+def read_on_matrix_unit(S: jax.Array, rows: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return rows [n, K] of bfloat16 numbers times a state [K, V], or transposed [V, K], float32 [n, V]."""
+    n, rows = len(rows), jnp.concatenate(in_halves(rows)) if s.paired else rows
     parts = exact_parts(S) if S.dtype == jnp.float32 else [S]
     products = [
         lax.dot_general(
-            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (int(transposed),)), ((), ())),
+            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (int(s.transposed),)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         for x in parts
     ]  # fmt: skip
-    return functools.reduce(jnp.add, products[::-1])
+    y = functools.reduce(jnp.add, products[::-1])
+    return jnp.concatenate([y[:n], y[n:]], axis=1) if s.paired else y
 
 
 def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
@@ -189,15 +208,15 @@ def next_state(S: jax.Array, decay: jax.Array, keys: list, made: list, s: Decode
     if not s.transposed:
         decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
         return sum((key * new for key, new in zip(keys, made, strict=True)), start=decay * S)
-    if s.side_by_side > 1:
+    if s.side_by_side > 1 and not s.paired:
         size = s.V // s.side_by_side
         S = jnp.concatenate([decay[:, j : j + 1] * S[j * size : (j + 1) * size] for j in range(s.side_by_side)])
     else:
         S = decay * S
-    return S + _outer(made, keys)
+    return S + _outer(made, keys, s)
 
 
-def _outer(columns: list[jax.Array], rows: list[jax.Array]) -> jax.Array:
+def _outer(columns: list[jax.Array], rows: list[jax.Array], s: DecodeStatic) -> jax.Array:
     """Return the sum of the products of rows [1, V], as columns, and rows [1, K], [V, K], exact as float32 is.
 
     The matrix unit multiplies every part of one by every part of the other, which lie in rows.
@@ -205,9 +224,14 @@ def _outer(columns: list[jax.Array], rows: list[jax.Array]) -> jax.Array:
     spread = lambda parts, place: functools.reduce(
         lambda rest, j: jnp.where(place == jnp.int32(j), parts[j], rest), range(PARTS), jnp.float32(0.0)
     )
-    index = lambda x: lax.broadcasted_iota(jnp.int32, (16, x.shape[1]), 0)
+    # A ninth product would be that of the last parts, which float32 does not hold beside the first one.
+    size = 16 if len(rows) == 1 and not s.paired else 8
+    index = lambda x: lax.broadcasted_iota(jnp.int32, (size, x.shape[1]), 0)
     left = [spread(exact_parts(x), lax.div(index(x), jnp.int32(PARTS))) for x in columns]
     right = [spread(exact_parts(x), lax.rem(index(x), jnp.int32(PARTS))) for x in rows]
+    if s.paired:
+        left = [half for x in left for half in (x[:, : s.V // 2], x[:, s.V // 2 :])]
+        right = [half for x in right for half in in_halves(x)]
     left, right = (jnp.concatenate(x).astype(jnp.bfloat16)[None] for x in (left, right))
     return matmul.dot_tn(left, right)[0]
 
