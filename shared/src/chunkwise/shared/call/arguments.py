@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -167,6 +168,19 @@ class Options(NamedTuple):
     large_steps: bool = True
     disable_recompute: bool = False
     eps: float = 0.0
+
+
+def fold_weights(x: Arguments) -> tuple[Arguments, Callable[[jax.Array], jax.Array]]:
+    """Return arguments whose values have the weights of their tokens, and the function that adds the skip to o.
+
+    Padding, which may hold anything, becomes zeros.
+    """
+    if x.log_weight is None:
+        return x, lambda o: o
+    v = chunking.select_tokens(chunking.valid_tokens(x.cu_seqlens, None, x.v.shape[1]), x.v).astype(jnp.float32)
+    own = 0.0 if x.skip is None else x.skip[None, None] * v
+    weighted = (jnp.exp(x.log_weight)[..., None] * v).astype(x.v.dtype)
+    return x._replace(v=weighted, log_weight=None, skip=None), lambda o: (o.astype(jnp.float32) + own).astype(o.dtype)
 
 
 def total_gate(x: Arguments) -> jax.Array:
