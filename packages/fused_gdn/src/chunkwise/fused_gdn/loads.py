@@ -42,8 +42,8 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slic
     """
     q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid, at=at)
     k = layout.load_heads(refs.k, s.K, valid=valid, at=at)
-    beta = refs.beta[at].astype(jnp.float32)
-    g = jnp.zeros_like(beta) if refs.g is None else tiles.clip_gate(refs.g[at])
+    g, beta = None if refs.g is None else tiles.clip_gate(refs.g[at]), refs.beta[at].astype(jnp.float32)
+    g = jnp.zeros_like(beta) if g is None else g
     if valid is not None:
         g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
     if not static.normalise:
