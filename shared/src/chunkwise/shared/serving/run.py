@@ -24,7 +24,7 @@ from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
 # The names of the arguments [B, T, ...].
-_TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w", "log_weight")
+_TOKENS = ("q", "k", "v", "g", "beta", "p", "echo", "b", "w", "log_weight")
 
 
 def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
@@ -128,6 +128,8 @@ def _prefill(
     plan: Plan, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None
 ) -> tuple[jax.Array, StatePool]:
     """Return the outputs of the prefills, zeros elsewhere, and the pool after them."""
+    if x.echo is not None:
+        return _prefill_in_two(plan, x, pool, routes, accepted)
     implementation, dtype = plan.implementation, x.v.dtype
     x, options = implementations.prepare(plan, x)
     if implementation.pooled is not None:
@@ -156,6 +158,16 @@ def _prefill(
         kept = implementation.chunk_states(x, options)[0]
         pool = _write_blocks(pool, kept, after[1:], routes, options)
     return with_skip(o.astype(dtype)), state_pool.store(pool, routes.target[:, 0], after[1:])
+
+
+def _prefill_in_two(plan: Plan, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None):
+    """Do the same as `_prefill` where a token is two for an implementation over whole sequences."""
+    two, options = jnp.int32(2), plan.options
+    x = interleaved.whole(arguments.as_two_tokens(x)._replace(cu_seqlens=x.cu_seqlens * two))
+    options = options if options.block_size is None else options._replace(block_size=options.block_size * 2)
+    routes = routes._replace(start=routes.start * two, end=routes.end * two)
+    o, pool = _prefill(implementations.plan(plan.implementation, x, options), x, pool, routes, accepted)
+    return o[:, 1::2], pool
 
 
 def _gather(
@@ -207,7 +219,7 @@ def _decode(
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
     x, with_skip = arguments.fold_weights(x)
-    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=arguments.ABSENT)
+    x = arguments.one_gate(x)._replace(scale=None, cu_seqlens=arguments.ABSENT)
     static = records.static_of_rule(name, W, True, x, options)
     if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
         made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)
@@ -224,15 +236,16 @@ def _plain_tokens(
     W, target = static.W, routes.target
     token = routes.start[:, None] + jnp.arange(W, dtype=jnp.int32)[None]  # [N, W]
     token = jnp.where(token < routes.end[:, None], token, jnp.int32(x.v.shape[1]))
-    q, k, v, g, beta, p = jax.tree.map(
-        lambda y: y[0].at[token].get(mode="fill", fill_value=0), (x.q, x.k, x.v, x.g, x.beta, x.p)
+    q, k, v, g, beta, p, echo = jax.tree.map(
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0),
+        (x.q, x.k, x.v, arguments.total_gate(x), x.beta, x.p, x.echo),
     )  # [N, W, ...]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if static.normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
     before = state_pool.read(pool, routes.source, accepted)
     o, states, writes = few_tokens.scan_tokens(
-        q, k, v, g, beta, static.scale, before, None, False, p, True, static.erase_before_decay
+        q, k, v, g, beta, static.scale, before, None, False, p, True, static.erase_before_decay, echo
     )  # fmt: skip
     if pool.replay:
         kept = state_pool.kept_tokens(pool, routes.source, accepted)
