@@ -4,35 +4,32 @@ It is counted as an operator in `step`: the bundles of the kernel, but at least 
 operations around it.
 """
 
-import os
 import tempfile
 from dataclasses import dataclass
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import step, tpu
-from benchmarks.mixer import Mixer
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
-from chunkwise.command.models import Mixture, moved_bytes
-from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2
+from chunkwise.command.models import Layer, Mixture, moved_bytes
+from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2, rwkv7
 from chunkwise.layers.checkpoint.parameters import Initial
 from chunkwise.layers.mixer import running
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.kernels import launcher
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
 _LAYERS = {
     "gated_delta_rule": delta_net.LAYER, "kda": kimi.LAYER, "simple_gla": mamba2.LAYER, "lightning": lightning.LAYER,
+    "dplr_delta_rule": rwkv7.LAYER,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Decoder(Mixer):
-    """The work of a layer between its projections.
+class Decoder(Layer):
+    """The work of a layer between its projections, where an operator has several layers.
 
     Attributes:
       layer: the name of the layer in `_LAYERS`.
@@ -43,14 +40,17 @@ class Decoder(Mixer):
 
 # Models, and what one of eight devices has of them. A norm over heads of several devices comes after the launch.
 MIXERS = {
-    "qwen3-next-80b-tp8": Mixer("gated_delta_rule", H=2, HV=4),
-    "qwen3.5-397b-tp8": Mixer("gated_delta_rule", H=2, HV=8),
-    "kimi-linear-48b-tp8": Mixer("kda", H=4, HV=4, activation="sigmoid"),
-    "qwen3-next-80b": Mixer("gated_delta_rule", H=16, HV=32),
+    "qwen3-next-80b-tp8": Layer("gated_delta_rule", H=2, HV=4),
+    "qwen3.5-397b-tp8": Layer("gated_delta_rule", H=2, HV=8),
+    "kimi-linear-48b-tp8": Layer("kda", H=4, HV=4),
+    "qwen3-next-80b": Layer("gated_delta_rule", H=16, HV=32),
     "nemotron-h": Decoder("simple_gla", H=8, HV=128, V=64),
     "nemotron-h-tp8": Decoder("simple_gla", H=1, HV=16, V=64),
     "granite-4": Decoder("simple_gla", H=1, HV=128, V=64),
     "minimax-text-01": Decoder("simple_gla", H=64, HV=64, layer="lightning"),
+    "minimax-text-01-tp8": Decoder("simple_gla", H=8, HV=8, layer="lightning"),
+    "rwkv7-7b": Layer("dplr_delta_rule", H=64, HV=64, K=64, V=64),
+    "rwkv7-7b-tp8": Layer("dplr_delta_rule", H=8, HV=8, K=64, V=64),
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
@@ -65,7 +65,6 @@ _MORE = {
     "qwen3.5-397b-tp8": SMALLER[:1],
     "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
-_WIDTH = 4
 # For these chips, for int8 without a ring, and for layers without a delta rule, the compiler cannot profile a program
 # that also has the branch of prefills. So the counts of the step are static there, and the program has one branch.
 _ONE_WAY = ("v5e", "v5p")
@@ -76,18 +75,14 @@ def mixtures(name: str) -> list[str]:
     return [*MIXTURES, *_MORE.get(name, []), *([MIXED] if MIXERS[name].table.delta else [])]
 
 
-def _layer(case: Mixer):
+def _layer(case: Layer):
     """Return the definition of a layer, and its config."""
     layer = _LAYERS[getattr(case, "layer", case.operator)]
     return layer, layer.config(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
 
 
-def _has_convolution(case: Mixer) -> bool:
-    return bool(_layer(case)[1].channels)
-
-
 def compile_mixer(
-    case: Mixer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
+    case: Layer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
 ) -> str:
     """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
 
@@ -98,12 +93,12 @@ def compile_mixer(
     layer, config = _layer(case)
     weights = jax.eval_shape(lambda key: layer.init(Initial(key, jnp.bfloat16), config), jax.random.key(0))
     letters = layer.weights(**layer.split(config))
-    # Projections, of which the tokens are given.
-    projects = jax.tree.map(lambda of, y: of[0] == "." and y.ndim > 1, letters, weights)
+    # Projections to heads, of which the tokens are given.
+    projects = jax.tree.map(lambda of, y: of[0] == "." != of[-1] and y.ndim > 1, letters, weights)
     tokens = lambda projects, y: jax.ShapeDtypeStruct((1, mixture.T, y.shape[1]), jnp.bfloat16) if projects else y
     weights = jax.tree.map(tokens, projects, weights)
     slots = step.SLOTS * (mixture.W if mixture.replay else 1)
-    conv = tuple(jax.ShapeDtypeStruct((slots, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
+    conv = tuple(jax.ShapeDtypeStruct((slots, config.W - 1, n), jnp.bfloat16) for n in config.channels)
     pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
     step_of = mixture.step()
     counts = {name: step_of.pop(name) for name in ("num_decodes", "num_sequences") if known}
@@ -125,38 +120,34 @@ def _launch(text: str, mixed: bool = False) -> list[str]:
     return [name for name in launches(text) if ("decode_layer" in name) != mixed]
 
 
-def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
+def count_kernel(case: Layer, mixture: Mixture, chip: str) -> tuple[int, int]:
     """Return the bundles of the kernel, and the steps of its grid; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         # With known counts the program has one way, which is compiled in less time, and the same kernel.
-        text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder, profile=False), known=True)
+        text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder), known=True)
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
     return kernel_bundles(loop, *step.decode_runs(loop, mixture)), loop.turns - 2
 
 
-def count_around(case: Mixer, mixture: Mixture, chip: str, rows: bool = True) -> int:
+def count_around(case: Layer, mixture: Mixture, chip: str, rows: bool = True) -> int:
     """Return the estimated cycles of the operations around the kernels; in a fresh process only."""
-    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        os.makedirs(f"{folder}/profile")
-        with mock.patch.object(launcher, "pallas_call", step.hollow):
-            flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
-            one_way = chip in _ONE_WAY or not (case.table.delta and (mixture.over_array or mixture.replay))
-            text = compile_mixer(case, mixture, chip, flags, one_way, rows)
-        return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text, bool(mixture.prefills))))
+    one_way = chip in _ONE_WAY or not (case.table.delta and (mixture.over_array or mixture.replay))
+    build = lambda flags: compile_mixer(case, mixture, chip, flags, one_way, rows)
+    return step.cycles_around(build, lambda text: _launch(text, bool(mixture.prefills)))
 
 
-def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
+def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     """Return the estimated cost of the mixer of a step on a chip that is not here.
 
     Of a step that has prefills it returns the operations around the kernels alone. In the default layout of pools these
     are counted for one chip, where the compiler can profile it.
     """
     counted = (
-        f"from benchmarks.decode_mixer import Decoder, Mixer, Mixture, count_around, count_kernel; "
+        f"from benchmarks.decode_mixer import Decoder, Layer, Mixture, count_around, count_kernel; "
         f"of = {case!r}, {mixture!r}, {chip!r}; dict(count={{}})"
     )
-    count = lambda call: tpu.first_result([counted.format(call)], timeout)
+    count = lambda call: tpu.result(counted.format(call), timeout)
     around = count("count_around(*of)")
     if "count" not in around:
         return around
@@ -166,9 +157,9 @@ def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
     if "count" not in kernel:
         return kernel
     around, (bundles, steps) = around["count"], kernel["count"]
-    channels = (2 * case.H * case.K + case.HV * case.V) * _has_convolution(case)
+    config = _layer(case)[1]
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
-    more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
+    more = mixture.N * ((1 + mixture.W) * (config.W - 1) * sum(config.channels) * 2 + mixture.W * 2 * case.HV * case.V)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}

@@ -79,13 +79,6 @@ def test_gates(name, gate):
     assert_divided(name, "xla", make_mesh((4,), "automatic"), P(None, "a"), "automatic", x)
 
 
-def test_repeated_keys():
-    """The map of a device is then as far from contracting as it can be."""
-    x = inputs_of("chunk_gated_delta_rule", B=1, repeat_key=True, beta=1.9, gate="zero")
-    mesh = make_mesh((8,), "explicit")
-    assert_divided("chunk_gated_delta_rule", "xla", mesh, P(None, "a"), "explicit", x)
-
-
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b", "a"), P("a", "b", "c")])
 def test_with_other_axes(spec):
     shape = (2, 2, 2) if "c" in str(spec) else (2, 4)

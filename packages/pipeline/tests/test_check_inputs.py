@@ -40,7 +40,9 @@ def under_jit(x):
 
 def put(x, name, index, value):
     """Return inputs of an operator with another number somewhere."""
-    return x | {name: x[name].at[index].set(value)}
+    changed = np.array(x[name])
+    changed[index] = value
+    return x | {name: jnp.asarray(changed)}
 
 
 RANGE = "`beta` must be from 0 to 1, or to 2 with `allow_neg_eigval`; got"

@@ -28,7 +28,7 @@ def of_chunks(refs: GdnRefs, s: tile.Heads, chunks: int) -> list[GdnRefs]:
         at: dict[str, Any] = dict.fromkeys(tokens, each(s.C)) | dict.fromkeys(packs, each(s.heads // s.p))
         at |= dict.fromkeys(("keys", "queries", "keys_prev"), each(s.heads // s.group))
         at |= dict.fromkeys(("u", "w"), each(s.heads)) | dict.fromkeys(("A_inv", "A_inv_out", "h"), i)
-        return layout.view(refs, at)
+        return layout.slice_refs(refs, at)
 
     return [of_chunk(i) for i in range(chunks)]
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, xla
+from chunkwise.fused_gdn import config, few_heads, few_heads_bwd, kernel, kernel_bwd, kernel_map, xla
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
@@ -88,7 +88,7 @@ def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) ->
     Without M, of which `kernel_map` is the kernel, it is a forward without an output.
     """
     whole = kernel_map if "M" in outputs else kernel
-    module = kernel_chunks if x.owner is None and kernel_chunks.takes(x, static) else whole
+    module = few_heads if x.owner is None and few_heads.supports(x, static) else whole
     return launcher.launch(**module.plan(x, static, outputs))
 
 
@@ -96,8 +96,8 @@ KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
-    fused.by_chunks(kernel_chunks, kernel),
-    fused.by_chunks(kernel_bwd_chunks, kernel_bwd),
+    fused.by_chunks(few_heads, kernel),
+    fused.by_chunks(few_heads_bwd, kernel_bwd),
     launch_states,
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),

@@ -15,7 +15,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.of(OPERATOR.chunk)
+@signature.public_function(OPERATOR.chunk)
 def chunk_kda(
     q: jax.Array,
     k: jax.Array,
@@ -65,7 +65,7 @@ def chunk_kda(
     ...
 
 
-@signature.of(OPERATOR.recurrent, chunk_kda)
+@signature.public_function(OPERATOR.recurrent, chunk_kda)
 def recurrent_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -81,7 +81,7 @@ def recurrent_kda(
     ...
 
 
-@signature.of(OPERATOR.ragged, chunk_kda)
+@signature.public_function(OPERATOR.ragged, chunk_kda)
 def ragged_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
     cu_seqlens: jax.Array, state_indices: jax.Array,

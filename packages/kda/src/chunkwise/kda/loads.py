@@ -111,7 +111,7 @@ def of_chunks(refs: KdaRefs, static: KdaStatic, heads: int) -> list[KdaRefs]:
         at |= dict.fromkeys(("readers", "ends", "through", "u", "erase_new", "scores_prev"), each(heads // static.m))
         at |= dict.fromkeys(("A", "blocks", "P", "beta_prev"), each(heads // static.p))
         at["decays"] = slice(None), each(heads // static.m * _registers(static))
-        return layout.view(refs, at)
+        return layout.slice_refs(refs, at)
 
     return [of_chunk(i) for i in range(static.chunks)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, tile, xla
+from chunkwise.kda import config, few_heads, few_heads_bwd, kernel, kernel_bwd, kernel_map, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.call import checks, configs, gates
 from chunkwise.shared.call.arguments import Arguments, Options
@@ -126,7 +126,7 @@ def makes_map(x: Arguments, options: Options) -> bool:
     channels = packed.pad_channels(K) + packed.pad_channels(V)
     fits = channels == packed.pad_channels(K + V) <= state_map.MOST_CHANNELS
     alone = x.cu_seqlens is None and x.segment_ids is None
-    return fits and alone and kernel_map.takes(static_for(x, options, frozenset()), _dtype(x))
+    return fits and alone and kernel_map.supports(static_for(x, options, frozenset()), _dtype(x))
 
 
 def launch_states(
@@ -143,8 +143,8 @@ def launch_states(
 
 def kernels(operator: str) -> fused.Kernels:
     """Return the kernels of an operator, which have its name."""
-    forward = functools.partial(launch, fused.plan_by_chunks(kernel_chunks, kernel, operator=operator))
-    backward = fused.plan_by_chunks(kernel_bwd_chunks, kernel_bwd, operator=operator)
+    forward = functools.partial(launch, fused.plan_by_chunks(few_heads, kernel, operator=operator))
+    backward = fused.plan_by_chunks(few_heads_bwd, kernel_bwd, operator=operator)
     return fused.Kernels(
         config_for,
         static_for,

@@ -85,7 +85,7 @@ def rotate(tokens: sequences.Neighbours, angles, initial, *keys: jax.Array) -> t
     return angle, turned
 
 
-@signature.by_name(functools.partial(_run, chunk_simple_gla), "chunk", chunk_gla)
+@signature.public_function_by_name(functools.partial(_run, chunk_simple_gla), "chunk", chunk_gla)
 def chunk_mamba3(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, dt: jax.Array, trap: jax.Array, angles: jax.Array,
     scale: float | None = 1.0, initial_state: Mamba3State | None = None, output_final_state: bool = False,
@@ -115,7 +115,7 @@ def chunk_mamba3(
     ...
 
 
-@signature.by_name(functools.partial(_run, recurrent_simple_gla), "recurrent", chunk_mamba3)
+@signature.public_function_by_name(functools.partial(_run, recurrent_simple_gla), "recurrent", chunk_mamba3)
 def recurrent_mamba3(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, dt: jax.Array, trap: jax.Array, angles: jax.Array,
     scale: float | None = 1.0, initial_state: Mamba3State | None = None, output_final_state: bool = False,

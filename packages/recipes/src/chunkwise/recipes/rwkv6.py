@@ -34,7 +34,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     return o, S
 
 
-@signature.by_name(functools.partial(_run, chunk_gla), "chunk", chunk_gla)
+@signature.public_function_by_name(functools.partial(_run, chunk_gla), "chunk", chunk_gla)
 def chunk_rwkv6(
     r: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, u: jax.Array, scale: float | None = 1.0,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Whole],
@@ -60,7 +60,7 @@ def chunk_rwkv6(
     ...
 
 
-@signature.by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_rwkv6)
+@signature.public_function_by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_rwkv6)
 def recurrent_rwkv6(
     r: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, u: jax.Array, scale: float | None = 1.0,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.FewTokens],
