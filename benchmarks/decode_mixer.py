@@ -14,7 +14,7 @@ from benchmarks import step, tpu
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes
-from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2
+from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2, rwkv7
 from chunkwise.layers.checkpoint.parameters import Initial
 from chunkwise.layers.mixer import running
 from chunkwise.shared.chips import CHIPS
@@ -23,6 +23,7 @@ from chunkwise.shared.testing.tpu import launches
 
 _LAYERS = {
     "gated_delta_rule": delta_net.LAYER, "kda": kimi.LAYER, "simple_gla": mamba2.LAYER, "lightning": lightning.LAYER,
+    "dplr_delta_rule": rwkv7.LAYER,
 }  # fmt: skip
 
 
@@ -47,6 +48,9 @@ MIXERS = {
     "nemotron-h-tp8": Decoder("simple_gla", H=1, HV=16, V=64),
     "granite-4": Decoder("simple_gla", H=1, HV=128, V=64),
     "minimax-text-01": Decoder("simple_gla", H=64, HV=64, layer="lightning"),
+    "minimax-text-01-tp8": Decoder("simple_gla", H=8, HV=8, layer="lightning"),
+    "rwkv7-7b": Layer("dplr_delta_rule", H=64, HV=64, K=64, V=64),
+    "rwkv7-7b-tp8": Layer("dplr_delta_rule", H=8, HV=8, K=64, V=64),
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
@@ -61,7 +65,6 @@ _MORE = {
     "qwen3.5-397b-tp8": SMALLER[:1],
     "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
-_WIDTH = 4
 # For these chips, for int8 without a ring, and for layers without a delta rule, the compiler cannot profile a program
 # that also has the branch of prefills. So the counts of the step are static there, and the program has one branch.
 _ONE_WAY = ("v5e", "v5p")
@@ -78,10 +81,6 @@ def _layer(case: Layer):
     return layer, layer.config(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
 
 
-def _has_convolution(case: Layer) -> bool:
-    return bool(_layer(case)[1].channels)
-
-
 def compile_mixer(
     case: Layer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
 ) -> str:
@@ -94,12 +93,12 @@ def compile_mixer(
     layer, config = _layer(case)
     weights = jax.eval_shape(lambda key: layer.init(Initial(key, jnp.bfloat16), config), jax.random.key(0))
     letters = layer.weights(**layer.split(config))
-    # Projections, of which the tokens are given.
-    projects = jax.tree.map(lambda of, y: of[0] == "." and y.ndim > 1, letters, weights)
+    # Projections to heads, of which the tokens are given.
+    projects = jax.tree.map(lambda of, y: of[0] == "." != of[-1] and y.ndim > 1, letters, weights)
     tokens = lambda projects, y: jax.ShapeDtypeStruct((1, mixture.T, y.shape[1]), jnp.bfloat16) if projects else y
     weights = jax.tree.map(tokens, projects, weights)
     slots = step.SLOTS * (mixture.W if mixture.replay else 1)
-    conv = tuple(jax.ShapeDtypeStruct((slots, _WIDTH - 1, n), jnp.bfloat16) for n in config.channels)
+    conv = tuple(jax.ShapeDtypeStruct((slots, config.W - 1, n), jnp.bfloat16) for n in config.channels)
     pool = Cache(conv, jax.eval_shape(lambda: mixture.make_pool(case, step.SLOTS)))
     step_of = mixture.step()
     counts = {name: step_of.pop(name) for name in ("num_decodes", "num_sequences") if known}
@@ -158,9 +157,9 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     if "count" not in kernel:
         return kernel
     around, (bundles, steps) = around["count"], kernel["count"]
-    channels = (2 * case.H * case.K + case.HV * case.V) * _has_convolution(case)
+    config = _layer(case)[1]
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
-    more = mixture.N * ((1 + mixture.W) * (_WIDTH - 1) * channels * 2 + mixture.W * 2 * case.HV * case.V)
+    more = mixture.N * ((1 + mixture.W) * (config.W - 1) * sum(config.channels) * 2 + mixture.W * 2 * case.HV * case.V)
     clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
     floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}

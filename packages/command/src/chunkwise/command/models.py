@@ -15,6 +15,7 @@ from chunkwise import pipeline
 from chunkwise.pipeline.operators import COMPOSED, OPERATORS, Entry
 from chunkwise.shared.call.checks import choose_chunk_size
 from chunkwise.shared.kernels.chunking import token_owners
+from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.testing.compare import with_gradients
 from chunkwise.shared.testing.inputs import NOT_TOKENS
 
@@ -242,7 +243,8 @@ class Mixture:
 
     def make_pool(self, case: Layer, slots: int):
         """Return the pool of a layer: an array of states, or a StatePool."""
-        if self.over_array:
+        # In pairs the states of two heads fill the lanes of a TPU.
+        if self.over_array and not pools.lies_in_pairs(case.HV, case.K, case.V):
             return jnp.zeros((slots, case.HV, case.K, case.V), self.pool)
         return pipeline.make_pool(
             slots, case.HV, case.K, case.V, self.pool, replay=self.replay, H=case.H, per_channel=case.table.per_channel

@@ -1,19 +1,17 @@
 """The delta rule with diagonal plus low-rank transitions, as the delta rule with two keys over two tokens for each.
 
-The first token has the gate; it reads the state before the decay by the erase key a, and with a value of zeros and a
-step size of -1 it adds b times what it read. The second one writes k v^T, erases nothing, and has the query.
+Token by token it is one token, whose erase key a reads the state before the decay, and whose `echo` is b.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from chunkwise.kda.operator import check_options
 from chunkwise.shared import composition
-from chunkwise.shared.call import checks, signature
-from chunkwise.shared.kernels.interleaved import Interleaved
+from chunkwise.shared.call import arguments, checks, signature
+from chunkwise.shared.serving import state_pool
 from chunkwise.two_keys.operator import define_rule
 
 # Its step sizes are -1 and 1, whose gradients nobody requests; its tensors are checked before they become two tokens.
@@ -31,19 +29,11 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     x, options, implementation = signature.to_records(others | dict(q=q, k=k, v=v, g=gk))
     check(names, tensors, x.cu_seqlens)
     check_options(options)
+    x = x._replace(p=a, echo=b)
+    if form == "recurrent" or (form == "ragged" and not state_pool.as_pool(x.initial_state).replay):
+        return getattr(OPERATOR, form)(x, options, implementation)
     x, options = composition.check_counts(x.with_int32(), options, form)
-    dtype = b.dtype if b.dtype == k.dtype else jnp.float32
-    written: Any = Interleaved(b.astype(dtype), k.astype(dtype))
-    signs = jnp.asarray([-1.0, 1.0], jnp.float32)
-    x = x._replace(
-        q=composition.place(q, 2, 1),
-        k=written,
-        v=composition.place(v, 2, 1),
-        p=composition.place(a, 2, 0),
-        g=composition.place(gk, 2, 0),
-        beta=jnp.broadcast_to(jnp.tile(signs, q.shape[1])[None, :, None], (v.shape[0], 2 * v.shape[1], v.shape[2])),
-    )
-    return composition.over_tokens(OPERATOR, form, x, options, implementation, 2)
+    return composition.over_tokens(OPERATOR, form, arguments.as_two_tokens(x), options, implementation, 2)
 
 
 # Functions of the arguments of a call by name.

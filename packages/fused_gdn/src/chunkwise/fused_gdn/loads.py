@@ -57,7 +57,8 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slic
     """
     q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid, at=at)
     k = layout.load_heads(refs.k, s.K, valid=valid, at=at)
-    g, beta = tiles.clip_gate(refs.g[at]), refs.beta[at].astype(jnp.float32)
+    g, beta = None if refs.g is None else tiles.clip_gate(refs.g[at]), refs.beta[at].astype(jnp.float32)
+    g = jnp.zeros_like(beta) if g is None else g
     if valid is not None:
         g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
     if not static.normalise:
@@ -77,7 +78,8 @@ def tokens_not_finite(refs, s: tile.Heads, *keys, at: slice = slice(None)) -> ja
 
     The chunk has the rows `at` of the blocks.
     """
-    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[at]), refs.beta[at]))
+    gates = () if refs.g is None else (tiles.clip_gate(refs.g[at]),)
+    gates = (x.astype(jnp.float32)[None] for x in (*gates, refs.beta[at]))
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K, at=at) for ref in keys), *gates)
 
 

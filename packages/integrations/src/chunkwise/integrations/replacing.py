@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -54,7 +55,8 @@ def replace(*places: Place) -> PutBack:
     two installations, the function of the first one undoes both.
 
     Raises:
-      AttributeError: the host has no such name, or nothing would read the value; no name is replaced then.
+      AttributeError: the host has no such name, or nothing would read the value, or a part of the host has read the old
+        value already; no name is replaced then.
       TypeError: the host calls the name with other arguments than the value of chunkwise takes; no name is
         replaced then.
     """
@@ -71,18 +73,29 @@ def replace(*places: Place) -> PutBack:
 
 
 def _check_read(place: Place, old: object) -> None:
-    """Check that somebody reads a name of a module: a function knows names of the module alone that defines it.
+    """Check that somebody reads a name of a module, and nobody a copy: a function knows names of its own module alone.
 
     A module that only passes names of another module on has no such function, and defines nothing.
     """
     if not isinstance(place.where, types.ModuleType):
         return
-    here = place.imported and getattr(old, "__module__", None) == place.where.__name__
-    if not (here or (not place.imported and reads(place.where, place.name))):
+    here = getattr(old, "__module__", None) == place.where.__name__
+    for name in _with_a_copy(place.where.__name__, place.name, old) if here else ():
+        raise AttributeError(
+            f"{place.label} must be replaced before other modules import it; {name} has, and reads what it got."
+        )
+    if not ((place.imported and here) or (not place.imported and reads(place.where, place.name))):
         raise AttributeError(
             f"{place.label} must be read where it is replaced; nothing reads it there in this version of the host, "
             f"where it may have moved."
         )
+
+
+def _with_a_copy(where: str, name: str, value: object) -> list[str]:
+    """Return the modules of the same host that have read this name of the module `where`, and use what they got."""
+    host = where.partition(".")[0]
+    modules = {each: x for each, x in sys.modules.items() if each.partition(".")[0] == host and each != where}
+    return [each for each, x in modules.items() if getattr(x, name, None) is value and reads(x, name)]
 
 
 def reads(module: types.ModuleType, name: str) -> bool:

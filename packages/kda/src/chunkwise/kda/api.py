@@ -52,7 +52,7 @@ def chunk_kda(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
-        None for no decay, whose kernels read one number a head in its place.
+        None for no decay.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
       gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02, and .04 if K is 128, there is

@@ -1,5 +1,6 @@
 """The attention of RWKV-7, the part of a block that mixes tokens."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters
-from chunkwise.layers.mixer import norm, running
+from chunkwise.layers.mixer import mixing, norm, running
 from chunkwise.pipeline import chunk_dplr_delta_rule, ragged_dplr_delta_rule, recurrent_dplr_delta_rule
 from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 
 _OPERATORS = running.Operators(chunk_dplr_delta_rule, recurrent_dplr_delta_rule, ragged_dplr_delta_rule)
 # The log decays are at least this, in nats; the number below it is the promise of the operator.
@@ -214,11 +216,7 @@ def _mix(
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution (2025).
     """
     _check_first(v_first, config, x)
-    valid, heads, flat = (
-        run.valid_tokens(x),
-        lambda y: running.by_head(y, config.H),
-        lambda y: y.reshape(*x.shape[:2], -1),
-    )
+    valid, flat = run.valid_tokens(x), lambda y: y.reshape(*x.shape[:2], -1)
     before, shifted = running.shift(run, x)
     wide = lambda y: y.astype(jnp.float32)
     added = lambda y, bias: wide(y) + wide(bias)[None, None]
@@ -241,14 +239,43 @@ def _mix(
     # Zeros stay zeros, with a gradient that is finite.
     kappa = kappa * jax.lax.rsqrt(jnp.maximum(norm.sum_heads(run, kappa * kappa, config.H), 1e-24))
     k = wide(k) * (1 + (rate - 1) * wide(w.k_a)[None, None])
-    narrow = lambda y: heads(y.astype(x.dtype))
-    o, state = run.operate(
-        _OPERATORS, heads(r), narrow(k), heads(v), narrow(-kappa), narrow(kappa * rate), heads(decay), scale=1.0,
-        min_gate=_PROMISE,
+    narrow = lambda y: y.astype(x.dtype)
+    arrays = (r, k, v), decay, narrow(-kappa), narrow(kappa * rate), gate, w.norm, w.norm_bias, w.r_k
+    # The shift is done, before the projections.
+    name, cache = run.own_cache
+    run = run if cache is None else dataclasses.replace(run, **{name: cache._replace(conv=())})
+    y, cache = mixing.way(run, _MIXER, x)(run, config, arrays)
+    after = caches.Cache((shifted,), cache.state)
+    return running.project_out(y, w.out, x), after, running.by_head(first, config.HV)
+
+
+def _one_after_the_other(run: running.Run, config: _Config, arrays: mixing.Arrays) -> running.Mixed:
+    """Return the output before the last projection, and the state after its tokens."""
+    (r, k, v), decay, erase, echo, gate, weight, bias, r_k = arrays
+    wide = lambda y: y.astype(jnp.float32)
+    tokens = (running.by_head(y, config.H) for y in (r, k.astype(v.dtype), v, erase, echo, decay))
+    o, state = run.operate(_OPERATORS, *tokens, scale=1.0, min_gate=_PROMISE)
+    own = norm.sum_heads(run, wide(r) * k * wide(r_k).reshape(1, 1, -1), config.H, config.V)
+    y = norm.layer_norm_heads(run, o.reshape(v.shape), weight, bias, config.HV, config.eps) + own * wide(v)
+    return running.by_head((y * wide(gate)).astype(v.dtype), config.HV), caches.Cache((), state)
+
+
+def _decodes(config: _Config, arrays: mixing.Arrays) -> Decodes:
+    """Return the record of all of it for single tokens."""
+    projected, decay, erase, echo, gate, weight, bias, r_k = arrays
+    static = DecodeStatic(
+        config.H, config.HV, config.K, config.V, 1, True, 1.0, False, "decode_layer_fwd", erase_before_decay=True,
+        eps=config.eps,
     )  # fmt: skip
-    own = norm.sum_heads(run, wide(r) * k * wide(w.r_k).reshape(1, 1, -1), config.H, config.V)
-    y = norm.layer_norm_heads(run, flat(o), w.norm, w.norm_bias, config.HV, config.eps) + own * wide(v)
-    return running.project_out(narrow(y * wide(gate)), w.out, x), caches.Cache((shifted,), state), heads(first)
+    return Decodes(
+        static, tuple(map(mixing.rows, projected)), mixing.rows(decay), z=mixing.rows(gate), norm=weight,
+        norm_bias=bias, own=r_k.reshape(-1), p=mixing.rows(erase), echo=mixing.rows(echo),
+    )  # fmt: skip
+
+
+_MIXER = mixing.Mixer(
+    _one_after_the_other, _decodes, (mixing.PROJECTED, "bth", "bth", "bth", "btn", "n", "n", "h."),
+)  # fmt: skip
 
 
 class _OverSequences(Protocol):

@@ -1,5 +1,7 @@
 """Check the values of a training batch, for programs that shall raise an error where an operator cannot."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +17,12 @@ from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
 from chunkwise.mamba2 import operator as mamba2
 from chunkwise.mlstm import operator as mlstm
+from chunkwise.pipeline.operators import COMPOSITIONS, OPERATORS
 from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, faults, gates, signature
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import chunking, tiles
+from chunkwise.shared.testing.definitions import Composition
 from chunkwise.two_keys import operator as two_keys
 
 # The largest relative error of float32 sums of squares.
@@ -29,6 +33,8 @@ _CONSTANT = 1e-3
 _SORTED, _UNSIGNED = 30, 32
 # The user's names of arguments that have other names in the record of an operator.
 _LOW_RANK, _OF_MAMBA2 = dict(g="gk", p="a", w="b"), dict(q="C", k="B", v="x")
+# The arrays that operators of all kinds take.
+_SHARED = "initial_state", "cu_seqlens", "segment_ids"
 # From wrong entries to wrong entries outside of padding.
 Where = Callable[[jax.Array], jax.Array]
 
@@ -72,6 +78,7 @@ def check_inputs(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     allow_padding: bool = False,
+    **others: jax.Array,
 ) -> None:
     """Check the values of a training batch, beyond its shapes and types.
 
@@ -81,7 +88,7 @@ def check_inputs(
 
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
     w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, i and
-    f mLSTM, x Mamba-2, and g [B, T, HV, K] gates per channel. This function finds:
+    f mLSTM, x Mamba-2, g [B, T, HV, K] gates per channel, and the names of all arrays a recipe. This function finds:
 
     - numbers that are not finite, except gates of -inf, and raw forget gates of mLSTM of inf,
     - gates and rates A above 0, such as a decay from 0 to 1 where its log belongs,
@@ -107,6 +114,7 @@ def check_inputs(
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
         look like padding, but 0 is a document here.
       allow_padding: whether padding may follow the last of `cu_seqlens`; static. Without it boundaries end at T.
+      others: arrays of a recipe by names that no other operator has.
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
@@ -115,6 +123,16 @@ def check_inputs(
     named = locals() | dict(allow_neg_eigval=doubled)
     names = _LOW_RANK if gk is not None else _OF_MAMBA2 if x is not None else {}
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
+    tensors = {name: y for name, y in (named | others).items() if hasattr(y, "shape") and name not in _SHARED}
+    if recipes := [x for x in COMPOSITIONS if x.values and _has_all(x, tensors)]:
+        # Two have the same names, for gates per head and per channel.
+        channels = getattr(tensors.get("g"), "ndim", 3) == 4
+        recipe = min(recipes, key=lambda x: OPERATORS[f"chunk_{x.runs}"].per_channel != channels)
+        _check_recipe(recipe, tensors, named | dict(allow_neg_eigval=allow_neg_eigval))
+        return
+    checks.check(
+        not others, f"`{min(others, default='')}` must come with all arrays of a recipe; got {sorted(tensors)}."
+    )
     arrays, options, more = _to_records(named)
 
     def find() -> Iterator[faults.Fault]:
@@ -123,6 +141,42 @@ def check_inputs(
         yield from _of_mlstm(more, valid) if x is None else _of_mamba2(more, dt_softplus, valid)
 
     faults.check_values((*arrays.arrays().values(), *more.values()), find)
+
+
+def _has_all(recipe: Composition, tensors: dict[str, jax.Array]) -> bool:
+    """Return whether a call has all arrays that a recipe needs, and none that it does not take."""
+    known = inspect.signature(recipe.chunk).parameters
+    return {name for name, x in known.items() if x.default is x.empty} - {"options"} <= tensors.keys() <= known.keys()
+
+
+def _check_recipe(recipe: Composition, tensors: dict[str, jax.Array], named: dict[str, Any]) -> None:
+    """Check the arrays of a recipe; its function checks their shapes and types."""
+    shared, known = {name: named[name] for name in _SHARED}, inspect.signature(check_inputs).parameters
+    read = {*tensors, *shared, "min_gate", "allow_padding", "others"}
+    options = {name: y for name, y in named.items() if name in known.keys() - read and y is not known[name].default}
+    jax.eval_shape(functools.partial(recipe.chunk, **options), **tensors, **shared)
+    v, bound = tensors["v"], named["min_gate"]
+    x = Arguments(v, v, v, **{name: shared[name] for name in ("cu_seqlens", "segment_ids")})
+    valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, v.shape[1])
+
+    def find() -> Iterator[faults.Fault]:
+        yield from _of_sequences(x, named["allow_padding"])
+        for name, y in tensors.items():
+            kind = dict(recipe.values).get(name)
+            inside = lambda wrong: chunking.select_tokens(valid, wrong, False) if wrong.ndim > 2 else wrong
+            if kind == "log decay":
+                yield from _gates(name, y, inside)
+                yield from () if bound is None else _bound(name, y, bound, inside)
+                yield _sums(name, y, x, valid)
+                continue
+            yield faults.fault(inside(~jnp.isfinite(y)), y, f"`{name}` must be finite")
+            if kind is not None:
+                yield faults.fault(inside((y < 0) | (y > kind)), y, f"`{name}` must be from 0 to {kind:g}")
+        states = jax.tree_util.tree_flatten_with_path(shared["initial_state"])[0]
+        for path, y in states:
+            yield faults.fault(~jnp.isfinite(y), y, f"`initial_state{jax.tree_util.keystr(path)}` must be finite")
+
+    faults.check_values(jax.tree.leaves((tensors, shared)), find)
 
 
 def _to_records(named: dict[str, Any]) -> tuple[Arguments, arguments.Options, dict[str, Any]]:
@@ -177,10 +231,7 @@ def _find_faults(
 ) -> Iterator[faults.Fault]:
     """Yield the faults that the values of a batch may have; `names` has the user's names where others differ."""
     T, raw = x.q.shape[1], options.activation
-    if x.cu_seqlens is not None:
-        yield from _boundaries(x.cu_seqlens, T, allow_padding)
-    if x.segment_ids is not None:
-        yield _padding(x.segment_ids)
+    yield from _of_sequences(x, allow_padding)
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, T)
     # Padding may hold anything. An array may have several entries for a token.
     of = lambda y: valid if valid is None or y.shape[1] == T else jnp.repeat(valid, y.shape[1] // T, axis=1)
@@ -244,6 +295,14 @@ def _of_mamba2(named: dict[str, jax.Array], raw: bool, valid: jax.Array | None) 
     yield faults.fault(named["A"] > 0, named["A"], "`A` must be at most 0, minus the rate of a decay")
     if not raw and "dt_bias" not in named:
         yield faults.fault(inside("dt", named["dt"] < 0), named["dt"], "`dt` must be at least 0 without `dt_softplus`")
+
+
+def _of_sequences(x: Arguments, allow_padding: bool) -> Iterator[faults.Fault]:
+    """Yield the faults of boundaries and of ids."""
+    if x.cu_seqlens is not None:
+        yield from _boundaries(x.cu_seqlens, x.q.shape[1], allow_padding)
+    if x.segment_ids is not None:
+        yield _padding(x.segment_ids)
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[faults.Fault]:

@@ -66,4 +66,4 @@ def _inputs(B=1, T=64, H=1, HV=None, K=64, V=64, **options) -> dict[str, jax.Arr
     return {name: y for name, y in x.items() if name not in ("k", "beta")}
 
 
-RECIPE = Composition(chunk_hgrn2, recurrent_hgrn2, "gla", TokenRule(_step), _inputs)
+RECIPE = Composition(chunk_hgrn2, recurrent_hgrn2, "gla", TokenRule(_step), _inputs, values=(("g", "log decay"),))

@@ -86,4 +86,6 @@ def _inputs(B=1, T=64, H=1, HV=None, K=64, V=64, **options) -> dict[str, jax.Arr
     return {names.get(name, name): y for name, y in x.items() if name != "beta"} | dict(u=u)
 
 
-RECIPE = Composition(chunk_rwkv6, recurrent_rwkv6, "gla", TokenRule(_step, queries="r"), _inputs, scale=1.0)
+RECIPE = Composition(
+    chunk_rwkv6, recurrent_rwkv6, "gla", TokenRule(_step, queries="r"), _inputs, scale=1.0, values=(("w", "log decay"),)
+)

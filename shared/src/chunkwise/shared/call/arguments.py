@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks, faults, gates
 from chunkwise.shared.kernels import chunking, interleaved, launcher, tiles
+from chunkwise.shared.kernels.interleaved import Interleaved
 from chunkwise.shared.kernels.spans.operands import ABSENT
 
 # Gates that are differences of large numbers may round to more than 0.
@@ -61,6 +63,7 @@ class Arguments(NamedTuple):
       segment_ids: int32 [B, T].
       slots: where the states of the sequences lie in a pool; None for no pool.
       p: erase keys of a delta rule that does not erase by k, [B, T, H, K] or [B, T, HV, K].
+      echo: keys [B, T, H, K] that write what erase keys read, beside k, which writes v; then there is no beta.
       b, w: erase gates [B, T, HV, K], which multiply k to make p, and write gates [B, T, HV, V], which multiply v.
       log_weight: logs of the weights with which tokens are written, [B, T, HV].
       least: [B, T, HV], the least divisors of outputs that are divided by what queries read from the sums of keys. Then
@@ -82,6 +85,7 @@ class Arguments(NamedTuple):
     segment_ids: jax.Array | None = None
     slots: Any = None
     p: jax.Array | None = None
+    echo: jax.Array | None = None
     b: jax.Array | None = None
     w: jax.Array | None = None
     log_weight: jax.Array | None = None
@@ -166,6 +170,19 @@ class Options(NamedTuple):
     eps: float = 0.0
 
 
+def fold_weights(x: Arguments) -> tuple[Arguments, Callable[[jax.Array], jax.Array]]:
+    """Return arguments whose values have the weights of their tokens, and the function that adds the skip to o.
+
+    Padding, which may hold anything, becomes zeros.
+    """
+    if x.log_weight is None:
+        return x, lambda o: o
+    v = chunking.select_tokens(chunking.valid_tokens(x.cu_seqlens, None, x.v.shape[1]), x.v).astype(jnp.float32)
+    own = 0.0 if x.skip is None else x.skip[None, None] * v
+    weighted = (jnp.exp(x.log_weight)[..., None] * v).astype(x.v.dtype)
+    return x._replace(v=weighted, log_weight=None, skip=None), lambda o: (o.astype(jnp.float32) + own).astype(o.dtype)
+
+
 def total_gate(x: Arguments) -> jax.Array:
     """Return the sum of g and g_gamma, [B, T, HV] or [B, T, HV, K] float32; a gate that is None counts as zeros."""
     total = jnp.zeros(x.v.shape[:3], jnp.float32) if x.g is None else tiles.clip_gate(x.g)
@@ -175,19 +192,30 @@ def total_gate(x: Arguments) -> jax.Array:
     return total + (constant[None, None, :, None] if total.ndim == 4 else constant[None, None])
 
 
+def as_two_tokens(x: Arguments) -> Arguments:
+    """Return two tokens in the place of each token with an `echo`: one erases alone, and one writes alone.
+
+    The first one has the gate, and adds by a value of zeros and a step size of -1 what its erase key reads. The second
+    one has the query. Boundaries stay those of x.
+    """
+    first, second = (lambda y: Interleaved(y, None)), lambda y: Interleaved(None, y)
+    dtype = x.k.dtype if x.k.dtype == x.echo.dtype else jnp.float32
+    signs = jnp.tile(jnp.asarray([-1.0, 1.0], jnp.float32), x.v.shape[1])
+    beta = jnp.broadcast_to(signs[None, :, None], (x.v.shape[0], signs.size, x.v.shape[2]))
+    written: Any = Interleaved(x.echo.astype(dtype), x.k.astype(dtype))
+    tokens: Any = dict(q=second(x.q), k=written, v=second(x.v), p=first(x.p), g=first(x.g), beta=beta)
+    return x._replace(**tokens, echo=None)
+
+
+def one_gate(x: Arguments) -> Arguments:
+    """Return arguments with g_gamma added to g; without g a launch of decodes takes g_gamma as it is, or None."""
+    return x if x.g is None else x._replace(g=total_gate(x), g_gamma=None)
+
+
 def choose_scale(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Return arguments whose scale is an array or None, and options with the number that multiplies it."""
     number, array = launcher.split_scale(x.q.shape[-1] ** -0.5 if x.scale is None else x.scale)
     return x._replace(scale=array), options._replace(scale=number)
-
-
-def with_gates(x: Arguments, options: Options) -> Arguments:
-    """Return the arguments of a delta rule, with a zero for every head and token where it got no gates: no decay."""
-    if x.g is not None:
-        return x
-    raw = options.activation.use_gate_in_kernel
-    checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
-    return x._replace(g=compat.varying_zeros(x.v.shape[:3], x.q, x.k, x.v))
 
 
 def whole_scale(x: Arguments, options: Options) -> jax.Array:
@@ -273,7 +301,7 @@ def with_final_gates(x: Arguments, options: Options, raw_gates: bool = False) ->
         x = x._replace(b=gates.step_sizes(x.b, activation.allow_neg_eigval, valid))
     if activation.use_write_sigmoid_in_kernel and x.w is not None:
         x = x._replace(w=gates.step_sizes(x.w, False, valid))
-    if x.erases and x.beta is None:
+    if x.erases and x.beta is None and x.echo is None:
         x = x._replace(beta=compat.varying_zeros(x.v.shape[:3], *x.arrays().values()) + 1.0)
     if x.erases and not raw_gates:
         x, options = _with_erase_keys(x, options, valid)
@@ -292,13 +320,13 @@ def _with_erase_keys(x: Arguments, options: Options, valid: jax.Array | None) ->
     These arrays are float32, and queries and keys have unit length if the options ask for it. Tokens that are not
     `valid` may hold anything, and become zeros.
     """
-    named = {name: getattr(x, name) for name in ("q", "k", "v", "p", "b", "w")}
+    named = {name: getattr(x, name) for name in ("q", "k", "v", "p", "echo", "b", "w")}
     named = {name: chunking.select_tokens(valid, y).astype(jnp.float32) for name, y in named.items() if y is not None}
     if options.use_qk_l2norm_in_kernel:
         named |= {name: tiles.l2norm(named[name]) for name in ("q", "k", "p") if name in named}
     p = jnp.repeat(named.get("p", named["k"]), x.v.shape[2] // x.q.shape[2], axis=2)
     p, v = (p * named["b"] if "b" in named else p), named["v"] * named.get("w", 1.0)
-    x = x._replace(q=named["q"], k=named["k"], v=v, p=p, b=None, w=None)
+    x = x._replace(q=named["q"], k=named["k"], v=v, p=p, echo=named.get("echo"), b=None, w=None)
     return x, options._replace(use_qk_l2norm_in_kernel=False)
 
 

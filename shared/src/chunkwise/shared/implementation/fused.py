@@ -314,6 +314,7 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
+    x = interleaved.unless_fitting(x, options.chunk_size)
     scale, pool, x = x.scale, pools.as_they_lie(x.initial_state), x._replace(scale=None, initial_state=None)
     static = _in_pieces(kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True)
     table, count = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)

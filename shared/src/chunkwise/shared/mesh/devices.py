@@ -15,7 +15,7 @@ from chunkwise.shared.mesh import context, partition
 
 # How the fields of `Slots` may be split: "s" are sequences.
 SLOT_DIMENSIONS = {name: "" if name in ("num_decodes", "num_sequences") else "s" for name in arguments.Slots._fields}
-# Letters: n value heads, d value channels, and h, i and j the key heads of q, of k and of p. Devices along axes that
+# Letters: n value heads, d value channels, and h, i, j and l the key heads of q, k, p and echo. Devices along axes that
 # split value heads but not key heads all hold the same key heads, and each takes the key heads that its value heads
 # read.
 _LAYOUT = partition.Layout(
@@ -35,6 +35,7 @@ _LAYOUT = partition.Layout(
         "dt_bias": "n",
         "segment_ids": "bt",
         "p": "btj",
+        "echo": "btl",
         "b": "btn",
         "w": "btnd",
         "log_weight": "btn",
@@ -43,9 +44,9 @@ _LAYOUT = partition.Layout(
         **SLOT_DIMENSIONS,
     },
     results=("btnd", "sn.d"),
-    prefixes={"h": "n", "i": "n", "j": "n"},
+    prefixes={"h": "n", "i": "n", "j": "n", "l": "n"},
 )
-_KEY_HEADS = {"q": "h", "k": "i", "p": "j"}
+_KEY_HEADS = {"q": "h", "k": "i", "p": "j", "echo": "l"}
 # The argument that is a pool if there are slots.
 _POOL = "initial_state"
 

@@ -5,6 +5,7 @@ S_t = S~ + k_t v_t^T                                   GLA and simple GLA (no be
 S_t = S~ + beta_t k_t (v_t - S~^T k_t)^T               gated delta rule and KDA (beta)
 S_t = S~ + beta_t k_t (v_t - S~^T p_t)^T               GDN-2 (beta and p)
 S_t = S~ + beta_t k_t (v_t - S_{t-1}^T p_t)^T          Comba (beta, p and `erase_before_decay`)
+S_t = S~ + k_t v_t^T + e_t (S_{t-1}^T p_t)^T           RWKV-7 (p, an `echo` e and `erase_before_decay`)
 o_t = scale * S_t^T q_t
 """
 
@@ -31,7 +32,7 @@ def unit_keys(k: jax.Array, beta: jax.Array, wanted: bool, cu_seqlens: jax.Array
     return k, beta if factor is None else beta * tiles.repeat_heads(factor[..., 0], beta.shape[2], axis=2)
 
 
-def advance(S, q, k, v, g, beta, scale, p=None, erase_before_decay=False):
+def advance(S, q, k, v, g, beta, p, echo, scale, erase_before_decay=False):
     """Advance states by one token.
 
     Args:
@@ -40,8 +41,9 @@ def advance(S, q, k, v, g, beta, scale, p=None, erase_before_decay=False):
       v: [..., V].
       g: log decay [...] or [..., K] in nats.
       beta: step sizes [...], or None for an operator without the delta rule.
-      scale: multiplies the output.
       p: erase keys [..., K], or None to erase by k.
+      echo: keys [..., K] that write what erase keys read, or None.
+      scale: multiplies the output.
       erase_before_decay: whether erase keys read S before the decay.
 
     Returns:
@@ -51,15 +53,17 @@ def advance(S, q, k, v, g, beta, scale, p=None, erase_before_decay=False):
     # anyway.
     gate = g[..., None] if g.ndim == k.ndim else g[..., None, None]
     before, S = S, jnp.exp(gate) * S
-    if beta is not None:
+    if beta is not None or echo is not None:
         erased = (before if erase_before_decay else S) * (k if p is None else p)[..., None]
-        v = beta[..., None] * (v - jnp.sum(erased, axis=-2))
+        erased = jnp.sum(erased, axis=-2)
+        v = v if beta is None else beta[..., None] * (v - erased)
+        S = S if echo is None else S + echo[..., None] * erased[..., None, :]
     S = S + k[..., None] * v[..., None, :]
     return S, scale * jnp.sum(S * q[..., None], axis=-2), v
 
 
 def recurrence(
-    q, k, v, g, beta, scale, initial_state, dtype, p=None, every=False, erase_before_decay=False
+    q, k, v, g, beta, scale, initial_state, dtype, p=None, every=False, erase_before_decay=False, echo=None
 ):  # fmt: skip
     """Run a batch of equally long sequences token by token in `dtype`.
 
@@ -74,6 +78,7 @@ def recurrence(
       p: [B, T, HV, K] or None.
       every: whether to return the states after every token; for few tokens.
       erase_before_decay: as in `advance`.
+      echo: [B, T, HV, K] or None.
 
     Returns:
       (o [B, T, HV, V], final_state [B, HV, K, V]), both in `dtype`; with `every`, (o, the states after every token
@@ -81,14 +86,15 @@ def recurrence(
     """
     B, _, HV, K = k.shape
     scale = jnp.asarray(scale, dtype)
-    state = _start((B, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (q, k, v, g, beta, p))
+    tokens = q, k, v, g, beta, p, echo
+    state = _start((B, HV, K, v.shape[-1]), tokens, initial_state, dtype)
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), tokens)
     if not every:
-        state, o = lax.scan(lambda S, x: advance(S, *x[:5], scale, x[5], erase_before_decay)[:2], state, tokens)
+        state, o = lax.scan(lambda S, x: advance(S, *x, scale, erase_before_decay)[:2], state, tokens)
         return jnp.moveaxis(o, 0, 1), state
 
     def pass_token(S, x):
-        S, o, written = advance(S, *x[:5], scale, x[5], erase_before_decay)
+        S, o, written = advance(S, *x, scale, erase_before_decay)
         return S, (o, S, written)
 
     # Few tokens need no loop.
@@ -102,7 +108,7 @@ def _start(shape, tokens, initial_state, dtype):
 
 
 def packed_recurrence(
-    q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype, p=None, erase_before_decay=False
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, dtype, p=None, erase_before_decay=False, echo=None
 ):  # fmt: skip
     """Run a packed batch token by token; the arguments of `recurrence` with B = 1 and one state per sequence.
 
@@ -111,14 +117,15 @@ def packed_recurrence(
     T, HV, K = k.shape[1:]
     N = cu_seqlens.shape[0] - 1
     scale = jnp.asarray(scale, dtype)
-    states = _start((N, HV, K, v.shape[-1]), (q, k, v, g, beta, p), initial_state, dtype)
+    tokens = q, k, v, g, beta, p, echo
+    states = _start((N, HV, K, v.shape[-1]), tokens, initial_state, dtype)
     owner = jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right")
 
     def pass_token(states, x):
         n, token = x
-        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token[:5], scale, token[5], erase_before_decay)
+        S, o, _ = advance(states[jnp.minimum(n, N - 1)], *token, scale, erase_before_decay)
         return states.at[n].set(S, mode="drop"), jnp.where(n < N, o, 0)
 
-    tokens = jax.tree.map(lambda x: x[0].astype(dtype), (q, k, v, g, beta, p))
+    tokens = jax.tree.map(lambda x: x[0].astype(dtype), tokens)
     states, o = lax.scan(pass_token, states, (owner, tokens))
     return o[None], states

@@ -42,26 +42,26 @@ def check_states(x: Arguments) -> None:
 
 def scan_tokens(
     q, k, v, g, beta, scale, initial_state, cu_seqlens, normalise: bool, p=None, every: bool = False,
-    erase_before_decay: bool = False,
+    erase_before_decay: bool = False, echo=None,
 ):  # fmt: skip
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
 
-    p are erase keys of every value head, which `normalise` does not scale; None for k. With `every` the results are the
-    states after every token, and also the values that the tokens wrote: see `recurrence`.
+    p are erase keys of every value head, which `normalise` does not scale, or None for k; echo as in `recurrence`. With
+    `every` the results are the states after every token, and also the values that the tokens wrote: see `recurrence`.
     """
     # Padding may hold anything, and its gradient is zero.
-    q, k, v, g, beta, p = jax.tree.map(
-        functools.partial(chunking.zero_padding, cu_seqlens=cu_seqlens), (q, k, v, g, beta, p)
+    q, k, v, g, beta, p, echo = jax.tree.map(
+        functools.partial(chunking.zero_padding, cu_seqlens=cu_seqlens), (q, k, v, g, beta, p, echo)
     )
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if normalise:
         q, k = tiles.l2norm(q), tiles.l2norm(k)
-    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    q, k, echo = jax.tree.map(lambda x: jnp.repeat(x, v.shape[2] // x.shape[2], axis=2), (q, k, echo))
     x = q, k, v, g, beta, scale, initial_state
     if cu_seqlens is None:
-        o, *more = recurrence.recurrence(*x, jnp.float32, p, every, erase_before_decay)
+        o, *more = recurrence.recurrence(*x, jnp.float32, p, every, erase_before_decay, echo)
     else:
-        o, *more = recurrence.packed_recurrence(*x, cu_seqlens, jnp.float32, p, erase_before_decay)
+        o, *more = recurrence.packed_recurrence(*x, cu_seqlens, jnp.float32, p, erase_before_decay, echo)
     return o.astype(v.dtype), *more
 
 
@@ -90,11 +90,11 @@ def run_tokens(
     pool, slots, scale = x.initial_state, x.slots or Slots(), x.scale
     x = x._replace(scale=None, slots=None)
     if pool is None:
-        pool = compat.varying_zeros((x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]), *x[:6], x.p)
+        pool = compat.varying_zeros((x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]), *x[:6], x.p, x.echo)
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
-    x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
+    x = arguments.one_gate(x)._replace(initial_state=None)
     if choose.by_kernel(implementation, x, StatePool(pool), _all_slots(x, slots), static, strict=strict):
         leaves, structure = jax.tree.flatten((x, pool, slots))
         o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
@@ -126,8 +126,8 @@ def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, in plain JAX."""
     states = slot_rows.read_states(pool, slots).astype(jnp.float32)
     o, states = scan_tokens(
-        x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p,
-        erase_before_decay=static.erase_before_decay,
+        x.q, x.k, x.v, arguments.total_gate(x), x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p,
+        erase_before_decay=static.erase_before_decay, echo=x.echo,
     )  # fmt: skip
     return o, slot_rows.write_states(pool, slots, states)
 

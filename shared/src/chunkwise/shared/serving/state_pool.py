@@ -44,7 +44,9 @@ class StatePool(NamedTuple):
     the jitted serving step, which returns a pool of the same kind. HV = H R: value head n belongs to key head n // R.
 
     Attributes:
-      states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8.
+      states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8. Where K is 64 and
+        V no multiple of 128, those of two heads fill the 128 lanes of a TPU without a ring or int8: [slots, HV / 2, 1,
+        V, 2 K], where `shape` is as before.
       scales: float32 [slots, HV, K], the factors of the rows of int8 states; None for other types.
       keys: [slots, L, H, K], the keys of the tokens in the ring. Without a ring this and all fields below are None.
       writes: [slots, L, R, H, V], the values that the tokens in the ring wrote. Keys and writes are float32 in a
@@ -72,11 +74,19 @@ class StatePool(NamedTuple):
     @property
     def is_array(self) -> bool:
         """Whether the pool is only an array of states, as kernels take it."""
-        return self.scales is None and not self.replay
+        return self.scales is None and not self.replay and not self.paired
+
+    @property
+    def paired(self) -> bool:
+        """Whether the states of two heads are one matrix."""
+        return getattr(self.states, "ndim", 0) == 5
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the states."""
+        """The shape of the states of all heads, [slots, HV, K, V]."""
+        if self.paired:
+            slots, pairs, _, V, lanes = self.states.shape
+            return slots, 2 * pairs, lanes // 2, V
         return tuple(self.states.shape)
 
 
@@ -124,6 +134,8 @@ def make_pool(
     checks.check_flags(per_channel=per_channel)
     dtype = checks.check_type("dtype", dtype, DTYPES)
     scales = jnp.zeros((slots, HV, K), jnp.float32) if dtype == jnp.int8 else ABSENT
+    if not replay and dtype != jnp.int8 and pools.lies_in_pairs(HV, K, V):
+        return StatePool(jnp.zeros((slots, HV // 2, 1, V, 2 * K), dtype))
     pool = StatePool(jnp.zeros((slots, HV, K, V), dtype), scales)
     if not replay:
         return pool
@@ -248,6 +260,9 @@ def last_kept(pool: StatePool, source: jax.Array, accepted: jax.Array | None) ->
 def load(pool: StatePool, source: jax.Array, kept: jax.Array | None) -> jax.Array:
     """Return the states of slots, float32 [n, HV, K, V], after `kept` tokens of their rings; zeros for no slot."""
     states = slot_rows.read(pool.states, source).astype(jnp.float32)
+    if pool.paired:
+        _, HV, K, V = pool.shape
+        return jnp.moveaxis(states.reshape(-1, HV // 2, V, 2, K), 2, 4).reshape(-1, HV, K, V)
     if pool.scales is not None:
         states = states * slot_rows.read(pool.scales, source)[..., None]
     if kept is None:
@@ -279,6 +294,9 @@ def store(pool: StatePool, target: jax.Array, states: jax.Array) -> StatePool:
     if pool.scales is not None:
         states, scales = quantize(states)
         pool = pool._replace(scales=slot_rows.write(pool.scales, target, scales[..., 0]))
+    if pool.paired:
+        _, HV, K, V = pool.shape
+        states = jnp.moveaxis(states.reshape(-1, HV // 2, 2, K, V), 4, 2).reshape(-1, *pool.states.shape[1:])
     pool = pool._replace(states=slot_rows.write(pool.states, target, states))
     if pool.count is None:
         return pool

@@ -180,9 +180,10 @@ def _key_heads(division: partition.Division, config: config.LayerConfig) -> int:
     return partition.size_of(division.mesh, division.axes["h"])
 
 
-def _letters(config: config.LayerConfig, mixer: Mixer) -> tuple[Any, ...]:
-    """Return how the cache, the arrays of a step and the arrays of a mixer are split."""
-    of_cache: Any = config.conv_letters, config.state_letters
+def _letters(config: config.LayerConfig, mixer: Mixer, tree) -> tuple[Any, ...]:
+    """Return how a tree of the cache, the arrays of a step and the arrays of a mixer is split."""
+    # A mixer whose layer convolves before its projections has none in its cache.
+    of_cache: Any = config.conv_letters[: len(tree[0].conv)], config.state_letters
     return caches.Cache(*of_cache), "", mixer.letters
 
 
@@ -194,7 +195,9 @@ def _divides(division: partition.Division, run: running.Run, config: config.Laye
     """
     whole = division.axes["t"] + division.axes["d"] + (division.axes["b"] if tree[1] else ())
     even = not whole and config.H % _key_heads(division, config) == 0
-    placed = even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _letters(config, mixer))
+    placed = (
+        even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _letters(config, mixer, tree))
+    )
     return placed and choose.runs_kernels(run.implementation, whole=True)
 
 
@@ -212,7 +215,7 @@ def _on_devices(
             changed["step"] = run.step._replace(**step)
         return mix_here(dataclasses.replace(run, sharding=None, **changed), config, arrays)
 
-    letters = _letters(config, mixer)
+    letters = _letters(config, mixer, tree)
     return partition.on_devices(on_device, division, tree, letters, ("btn", letters[0]))
 
 

@@ -44,6 +44,14 @@ def lies_transposed(K: int, V: int) -> bool:
     return K % 128 == 0 and V % 128 != 0 and V % 16 == 0
 
 
+def lies_in_pairs(HV: int, K: int, V: int) -> bool:
+    """Return whether the states of two heads lie side by side in the lanes of a pool, as [V, 2 K].
+
+    Alone they would take twice their bytes.
+    """
+    return HV % 2 == 0 and K == 64 and V % 128 != 0 and V % 16 == 0
+
+
 def as_they_lie(pool: jax.Array) -> jax.Array:
     """Return a pool [slots, HV, K, V] as kernels take it: itself, or [slots, HV, 1, V, K] where states lie transposed.
 

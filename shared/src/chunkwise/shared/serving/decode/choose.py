@@ -50,7 +50,7 @@ def _agrees(x: Decodes, conv: tuple, pool: StatePool) -> bool:
     s, channels, W = x.static, [y.shape[1] for y in x.x], x.weight[0].shape[-1] if x.weight else 1
     return (
         hasattr(pool.states, "dtype")
-        and pool.states.shape[1:] == (s.HV, s.K, s.V)
+        and pool.shape[1:] == (s.HV, s.K, s.V)
         and sum(channels) == 2 * s.H * s.K + s.HV * s.V
         and [y.shape for y in x.weight] == [(n, W) for n in channels if x.weight]
         and [y.shape[1:] for y in conv] == [(W - 1, n) for n in channels if x.weight]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import activations, gate_activation, tiles
+from chunkwise.shared.kernels import activations, gate_activation, packed, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
 from chunkwise.shared.serving.decode.records import DecodeStatic
@@ -55,6 +55,8 @@ def decode_kernel(refs: DecodeRefs, s: DecodeStatic):
         pl.when(i >= 1)(lambda: wait(i - 1))
         wait(i)
         T = refs.tokens.o.shape[0]
+        if _finishes_last(refs, s):
+            _finish_pairs(refs, s)
         refs.tokens.o[...] = refs.tokens.outputs[:T].astype(refs.tokens.o.dtype)
         if refs.has_rings:
             copies.copy_counts(refs, out=True)
@@ -200,7 +202,10 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     q = [x * jnp.float32(s.scale) for x in q]
     gates, steps = _gates(refs, s)
     written = v if steps is None else [tile.over_lanes(x, s) * y for x, y in zip(steps, v, strict=True)]
-    to_lanes = lambda heads: [tile.over_lanes(x, s) for x in heads] if s.side_by_side > 1 else heads
+    # Decays of channels have their lanes.
+    spread = s.side_by_side > 1 and gates[0].shape[1] <= s.side_by_side
+    to_lanes = lambda heads: [tile.over_lanes(x, s) for x in heads] if spread else heads
+    gates = to_lanes(gates) if s.paired else gates
     decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
     if refs.has_rings:
         _append_keys(refs, s, b, counts, k, gates)
@@ -208,32 +213,51 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     # The erase key and the query of every value head.
     rows = [[_erase_key(refs, s, h, k), q[h // s.group]] for h in range(s.HV)]
     erased = [jnp.exp(tile.accumulate_before(x, s)) for x in gates] if s.erase_before_decay else decays
-    reach = list(zip(to_lanes(erased), to_lanes(decays), strict=True))
+    reach = list(zip(*([erased, decays] if s.paired else map(to_lanes, (erased, decays))), strict=True))
     read = reads.read_states(refs, s, b, counts, rows, reach)
-    since = to_lanes(gates) if s.decode_tokens > 1 else gates
+    since = to_lanes(gates) if s.decode_tokens > 1 and not s.paired else gates
+    keys = [k, *_echo_keys(refs, s)]
     made, outputs = [], []
     for h in range(s.HV):
         size, (S_e, S_q) = None if beta is None else tile.over_lanes(_of_head(beta, h, s), s), read[h]
-        new, o = tile.run_rule(q[h // s.group], k[h // s.group], written[h], since[h], size, rows[h][0], S_e, S_q, s)
+        mine, of_head = q[h // s.group], [x[h // s.group] for x in keys]
+        new, o = tile.run_rule(mine, of_head, written[h], since[h], size, rows[h][0], S_e, S_q, s)
         if refs.work.skip is not None:
             o = o + tile.over_lanes(_of_head(refs.work.skip[...].astype(jnp.float32), h, s), s) * v[h]
         made.append(new)
         outputs.append(o)
-    refs.work.made[...] = jnp.concatenate(made, axis=1)
+    refs.work.made[...] = jnp.concatenate([x for of_key in zip(*made, strict=True) for x in of_key], axis=1)
     # The output replaces channels that have been read; there are more channels than outputs.
-    refs.tokens.rows[:, : s.HV * s.V] = _finish(refs, s, jnp.concatenate(outputs, axis=1))
+    o = jnp.concatenate(outputs, axis=1)
+    o = o if _finishes_last(refs, s) else _finish(refs, s, o, _added(refs, s, q, k, v))
+    refs.tokens.rows[:, : s.HV * s.V] = o
     for place, start in enumerate(starts):
         refs.tokens.outputs[pl.ds(start, 1), :] = refs.tokens.rows[place : place + 1, : s.HV * s.V]
     if refs.has_rings:
-        made = [made[h] for h in tile.by_row(range(s.HV), s)]
+        made = [made[h][0] for h in tile.by_row(range(s.HV), s)]
         _store_tokens(refs.buffers.new_write, s, b, made)
     else:
-        _update_states(refs, s, b, k, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
+        _update_states(refs, s, b, keys, decays if s.decode_tokens == 1 else [jnp.exp(x) for x in gates])
     if not s.loops:
         store(*refs.kinds[1:])
 
 
-def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
+def _added(refs: DecodeRefs, s: DecodeStatic, q, k, v) -> jax.Array | None:
+    """Return what is added to the norms of all heads [m, HV V]: the bias, and a token's own share of its value."""
+    if refs.work.norm_bias is None:
+        return None
+    bias, shares = refs.work.norm_bias[...].astype(jnp.float32), []
+    if refs.work.own is None:
+        return bias
+    own = refs.work.own[...].astype(jnp.float32)
+    for h in range(s.HV):
+        at = h // s.group
+        weights = own[:, at * s.K : (at + 1) * s.K]
+        shares.append(tile.sum_of_head(q[at] * k[at] * weights, s) * v[h])
+    return bias + jnp.concatenate(shares, axis=1)
+
+
+def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array, added: jax.Array | None) -> jax.Array:
     """Return the outputs of all heads [m, HV V] after the gate and the norm of the layer."""
     if refs.tokens.z is None:
         return o
@@ -245,8 +269,46 @@ def _finish(refs: DecodeRefs, s: DecodeStatic, o: jax.Array) -> jax.Array:
             shared = refs.work.norm.shape[1] == size
             weight = refs.work.norm[:, slice(0, size) if shared else of_heads].astype(jnp.float32)
         z = refs.tokens.rows[:, first + at : first + at + size]
-        found.append(tile.norm_heads(o[:, of_heads], z, weight, s))
+        found.append(tile.norm_heads(o[:, of_heads], z, weight, None if added is None else added[:, of_heads], s))
     return jnp.concatenate(found, axis=1)
+
+
+def _finishes_last(refs: DecodeRefs, s: DecodeStatic) -> bool:
+    """Return whether the last grid step does the gate and the norm for all tokens, whose rows then fill registers.
+
+    Narrow heads are many, so that a grid step takes few sequences.
+    """
+    return s.paired and s.V == packed.LANES and s.norm_heads == 1 and not refs.work.w and refs.tokens.z is not None
+
+
+def _finish_pairs(refs: DecodeRefs, s: DecodeStatic) -> None:
+    """Replace the outputs of all tokens by those after the gate and the norm, pair by pair of the heads."""
+    T, V, ends = refs.tokens.o.shape[0], s.V, refs.step.boundaries
+    # Tokens of no decode stay zeros.
+    row, last = lax.broadcasted_iota(jnp.int32, (T, V), 0), jnp.int32(ends.shape[0] - 1)
+    count = jnp.clip(jnp.minimum(refs.step.decodes[0], refs.step.sequences[0]), jnp.int32(0), last)
+    decoded = (row >= ends[0]) & (row < ends[count])
+
+    def finish(pair, carry):
+        lanes = lambda first: pl.ds(pl.multiple_of(pair * jnp.int32(V) + jnp.int32(first), V), V)
+        of_tokens = lambda name: refs.tokens.side_by_side[:T, lanes(refs.lanes[name].start)]
+        constant = lambda ref: ref[:, lanes(0)].astype(jnp.float32)
+        weight = added = None
+        if s.eps is not None:
+            norm = refs.work.norm
+            shared = norm.shape[1] < V
+            weight = jnp.concatenate([norm[...].astype(jnp.float32)] * 2, axis=1) if shared else constant(norm)
+        if refs.work.norm_bias is not None:
+            added = constant(refs.work.norm_bias)
+        if refs.work.own is not None:
+            shares = of_tokens("x0") * of_tokens("x1") * constant(refs.work.own)
+            added = added + tile.sum_of_head(shares, s) * of_tokens("x2")
+        o, mean_of = refs.tokens.outputs[:T, lanes(0)], lambda x: tile.sum_of_head(x, s) * jnp.float32(2 / V)
+        y = tile.norm_heads(o, of_tokens("z"), weight, added, s, mean_of)
+        refs.tokens.outputs[:T, lanes(0)] = jnp.where(decoded, y, jnp.float32(0.0))
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(s.HV), finish, None)
 
 
 def _of_head(x: jax.Array, h: int, s: DecodeStatic) -> jax.Array:
@@ -262,23 +324,32 @@ def _erase_key(refs: DecodeRefs, s: DecodeStatic, h: int, k: list[jax.Array]) ->
     return refs.tokens.rows[:, first : first + s.K]
 
 
-def _update_states(refs: DecodeRefs, s: DecodeStatic, b, k, decays) -> None:
+def _echo_keys(refs: DecodeRefs, s: DecodeStatic) -> list[list[jax.Array]]:
+    """Return the keys that write what erase keys read, a list of one [m, K] for every key head, or nothing."""
+    if refs.tokens.echo is None:
+        return []
+    first = refs.lanes["echo"].start
+    return [[refs.tokens.rows[:, at : at + s.K] for at in range(first, first + s.H * s.K, s.K)]]
+
+
+def _update_states(refs: DecodeRefs, s: DecodeStatic, b, keys, decays) -> None:
     """Store the states after each token of a grid step in the buffers from which they are copied out.
 
-    The decays are those of each token alone.
+    The keys are those that write, one list of key heads or two. The decays are those of each token alone.
     """
-    n = refs.buffers.before.shape[1]
+    n, column = refs.buffers.before.shape[1], (lambda x: x) if s.transposed else lambda x: tiles.to_column(x[None])[0]
     for place in range(n):
         rows = [slice(row, row + 1) for row in range(place, refs.tokens.rows.shape[0], n)]
         for key in range(s.H):
-            keys = [k[key][row] if s.transposed else tiles.to_column(k[key][row][None])[0] for row in rows]
+            columns = [[column(x[key][row]) for x in keys] for row in rows]
             for h in range(key * s.group, (key + 1) * s.group):
-                S, of_head = refs.state(b, place, h).astype(jnp.float32), slice(h * s.V, (h + 1) * s.V)
-                for t, (row, of_token) in enumerate(zip(rows, keys, strict=True)):
+                S, ends = refs.state(b, place, h).astype(jnp.float32), len(keys) * s.HV * s.V
+                for t, (row, of_token) in enumerate(zip(rows, columns, strict=True)):
                     decay, at = decays[h][row], (b, place, *((t,) if refs.targets > 1 else ()))
                     if t == 0 and refs.buffers.scale_in is not None and not s.loops:
                         decay = decay * refs.buffers.scale_in[b, place, h : h + 1]
-                    S = tile.next_state(S, decay, of_token, refs.work.made[row, of_head], s)
+                    made = [refs.work.made[row, at : at + s.V] for at in range(h * s.V, ends, s.HV * s.V)]
+                    S = tile.next_state(S, decay, of_token, made, s)
                     if s.loops:
                         refs.work.between[place, h] = S
                         continue
@@ -358,5 +429,7 @@ def _gates(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax
     size = g.shape[1] // s.gates
     if size == 1:
         return by_head(tile.gate(g, A_log, dt_bias, s)), None
+    size, each = size * s.side_by_side, s.side_by_side
     part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
-    return [tile.gate(part(g, h, size), part(A_log, h, 1), part(dt_bias, h, size), s) for h in range(s.HV)], None
+    rate: Callable[..., Any] = lambda h: None if A_log is None else tile.over_lanes(part(A_log, h, each), s)
+    return [tile.gate(part(g, h, size), rate(h), part(dt_bias, h, size), s) for h in range(s.HV)], None

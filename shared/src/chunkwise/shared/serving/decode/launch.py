@@ -38,15 +38,20 @@ _RING_SLOTS = 2**14
 
 def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
-    x = _of_pool(x, pool)
-    s, states = x.static, pool.states
+    if pool.paired and x.static.H < x.static.HV and x.weight:
+        # Keys that several value heads share come from the convolution.
+        return None
+    s, states = _static_of_pool(x, pool), pool.states
+    x = x._replace(static=s)
     heads = MOST_HEADS if s.decode_tokens == 1 else _MOST_HEADS_OF_DRAFTS
     few = heads >= s.gates and not (s.loops and (pool.replay or x.of_layer))
     if not few or states.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
         return None
-    if pool.replay and not _takes_rings(x, pool):
+    if pool.replay and (x.echo is not None or not _takes_rings(x, pool)):
         return None
     width, outputs, T = x.lanes, packed.pad_lanes(s.HV * s.V), _rows(x, N)
+    if s.paired:
+        width += sum(s.HV * s.K - y.shape[1] for y in x.x[:2])
     constants = jax.eval_shape(lambda: x.constants)
     # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + outputs * (4 + 2 * x.x[0].dtype.itemsize))
@@ -60,38 +65,52 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
         fixed += 4 * pool.replay * s.HV * (packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
     buffers = 2 * slot + (1 + (1 if s.loops else targets_of(x, pool))) * state
     between = s.loops * s.HV * _state_bytes(s, jnp.dtype(jnp.float32))
-    rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V))
+    keys = 1 + (x.echo is not None)
+    rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V)) + (keys - 1) * outputs
     products = 4 * s.decode_tokens * (2 * width + rows)
     each = copies.BUFFERS * buffers + between + products
-    some = sequences_of(s.gates, pool.replay > 0, s.decode_tokens)
+    some = sequences_of(s.HV if s.paired else s.gates, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
 def _state_bytes(s: DecodeStatic, dtype) -> int:
     """Return the fast memory that the state of a head takes."""
-    rows, lanes = (s.V, s.K) if s.transposed else (s.K, s.V)
+    rows, lanes = (s.V // (1 + s.paired), s.K) if s.transposed else (s.K, s.V)
     return packed.round_up(rows, 32 // dtype.itemsize) * packed.pad_lanes(lanes) * dtype.itemsize
 
 
 def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
-    """Return the decodes as the kernel takes them over a pool: if its states lie transposed, with fewer, wider heads.
+    """Return the decodes as the kernel takes them over a pool: if its states lie transposed, with fewer, wider heads."""
+    s = x.static
+    if pool.paired and s.H < s.HV:
+        # Every value head gets a key of its own.
+        heads = lambda y: jnp.repeat(y.reshape(len(y), s.H, s.K), s.group, axis=1).reshape(len(y), -1)
+        q, k, v = x.x
+        x = x._replace(x=(heads(q), heads(k), v), echo=None if x.echo is None else heads(x.echo))
+    return x._replace(static=_static_of_pool(x, pool))
 
-    The value heads of a key head then lie side by side, because one product reads the states of all of them, unless
-    each of them reads by a row of its own.
+
+def _static_of_pool(x: Decodes, pool: StatePool) -> DecodeStatic:
+    """Return the static description of `_of_pool`.
+
+    The value heads of a key head lie side by side, because one product reads the states of all of them, unless each of
+    them reads by a row of its own.
     """
     s = x.static
+    if pool.paired:
+        size = dict(H=s.HV // 2, HV=s.HV // 2, K=2 * s.K, V=2 * s.V)
+        return s._replace(**size, transposed=True, side_by_side=2, paired=True)
     if pool.replay or not pools.lies_transposed(s.K, s.V):
-        return x
+        return s
     alone = x.per_channel or x.p is not None or pool.scales is not None
     some = 1 if alone else tuning.largest_divisor(s.group, max(_MOST_LANES // s.V, 1))
-    wide = s._replace(HV=s.HV // some, V=s.V * some, first=s.first // some, transposed=True, side_by_side=some)
-    return x._replace(static=wide)
+    return s._replace(HV=s.HV // some, V=s.V * some, first=s.first // some, transposed=True, side_by_side=some)
 
 
 def _as_it_lies(states: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the states [slots, HV, K, V] of a pool as the kernel takes them; XLA moves no data for it."""
-    if not s.transposed:
-        return states
+    if s.paired or not s.transposed:
+        return states[:, :, 0] if s.paired else states
     return jnp.swapaxes(states, 2, 3).reshape(states.shape[0], -1, s.V, s.K)
 
 
@@ -120,7 +139,7 @@ def _ring_bytes(x: Decodes, pool: StatePool) -> int:
 def launches_of(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many launches take the heads, each a part of them; None if the kernel does not take them."""
     s = x.static
-    heads, most = s.H if s.H > 1 else s.HV, 1 if x.of_layer or pool.replay else _MOST_LAUNCHES
+    heads, most = s.H if s.H > 1 else s.HV, 1 if x.of_layer or pool.replay or pool.paired else _MOST_LAUNCHES
     some = [n for n in range(1, most + 1) if heads % n == 0]
     return next((n for n in some if sequences_a_step(x.of_heads(n, 0) if n > 1 else x, conv, pool, N)), None)
 
@@ -204,7 +223,7 @@ def launch(
         scratch |= dict(scale_in=buffer(scales), scale_out=buffer(scales, *written))
     if s.loops:
         scratch["between"] = n, *states.shape[1:]
-    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows))
+    scratch |= dict(products=(s.HV * 8 * m, s.V), made=(m, rows * (1 + (x.echo is not None))))
     if pool.replay:
         scratch |= _ring_scratch(s, pool, held, n)
     scratch |= {name: pltpu.SemaphoreType.DMA((copies.BUFFERS,)) for name in ("reads", "stores")}
@@ -223,10 +242,10 @@ def launch(
         | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
         in_place={name: name for name in held},
-        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None),
+        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None or x.echo is not None),
     )
     o, after = chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0], {name: out[name] for name in fields}
-    if s.transposed:
+    if s.transposed and not s.paired:
         after["states"] = jnp.swapaxes(after["states"].reshape(*pool.shape[:2], pool.shape[3], s.K), 2, 3)
     after = pool._replace(**{name: y.reshape(getattr(pool, name).shape) for name, y in after.items()})
     return o, tuple(out[f"conv{j}"] for j in range(len(conv))), after

@@ -31,7 +31,8 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
       rows: the erase key and the query of every value head, [m, K].
       decays: the decays of the states that they read, [m, 1] or [m, K].
     """
-    m, per_channel = refs.tokens.rows.shape[0], s.side_by_side == 1 < decays[0][1].shape[1]
+    m, alone = refs.tokens.rows.shape[0], s.side_by_side == 1 or s.paired
+    per_channel = alone and decays[0][1].shape[1] > 1
     # A float32 state takes the vector unit as long for one token as its parts take the matrix unit for several. Of a
     # transposed one the sums of the vector unit would come out as columns.
     by_parts = (refs.buffers.before.dtype != jnp.float32 or s.decode_tokens > 1) and not s.loops
@@ -61,10 +62,8 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
         if on_matrix_unit:
             _read_together(refs, s, b, heads)
         else:
-            # Without the delta rule nothing is erased, and only the queries read.
-            kinds = range(refs.tokens.beta is None, 2)
             for head in heads:
-                _read_alone(refs, b, head, {j: rows[head][j] for j in kinds})
+                _read_alone(refs, b, head, {j: rows[head][j] for j in range(refs.first_row, 2)})
     if refs.has_rings:
         of_ring = _read_rings(refs, s, b, counts, weights)
     reads = []
@@ -120,13 +119,13 @@ def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
         first = tile.row_of(heads[0], s) * m
         some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
         S = jnp.concatenate([refs.state(b, place, h) for h in heads], axis=1)
-        y = tile.read_on_matrix_unit(S, jnp.concatenate(some), s.transposed)
+        y = tile.read_on_matrix_unit(S, jnp.concatenate(some), s)
         for j, h in enumerate(heads):
             for t, row in enumerate(range(place, m, n)):
                 of_token = y[8 * t : 8 * t + 8, j * s.V : (j + 1) * s.V]
                 if s.transposed:
                     # A load with a stride takes one register of lanes, and these rows may have more.
-                    for i in range(refs.tokens.beta is None, 2):
+                    for i in range(refs.first_row, 2):
                         at = 8 * m * h + i * m + row
                         parts = [of_token[k : k + 1] for k in range(i, 2 * tile.PARTS, 2)]
                         refs.work.products[at : at + 1, :] = functools.reduce(jnp.add, parts)

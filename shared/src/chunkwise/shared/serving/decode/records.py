@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.call.gates import GateActivation
-from chunkwise.shared.kernels import gate_activation, packed
+from chunkwise.shared.kernels import gate_activation, packed, tiles
 
 # The most tokens of a decode that the kernel takes at once: it has code for each pair of them.
 MOST_TOKENS = 8
@@ -41,6 +41,7 @@ class DecodeStatic(NamedTuple):
       transposed: whether states lie as [V, K].
       side_by_side: how many value heads are one head for the kernel, in which each of them has its own lanes of values
         and its own decay.
+      paired: whether they are two heads with their own lanes of keys, too, beside which they share a state [V / 2, K].
     """
 
     H: int
@@ -64,6 +65,7 @@ class DecodeStatic(NamedTuple):
     dt_limit: tuple[float, float] | None = None
     transposed: bool = False
     side_by_side: int = 1
+    paired: bool = False
 
     @property
     def group(self) -> int:
@@ -99,7 +101,11 @@ class Decodes(NamedTuple):
         there are none.
       A_log, dt_bias: the arrays of the law, [HV], and [HV] or [HV, K]; None for zeros.
       norm: the weight of the norm, [V] for all heads or [HV V], or None.
+      norm_bias: the bias of a layer norm, [HV V]; None for a norm that neither subtracts means nor has a bias.
+      own: [H K], the weights of channels in a sum of q k, the share of its value that a token has in its normed output;
+        None for no share. It comes with norm_bias and a scale of 1.
       p: erase keys [T, HV K], which the kernel does not scale to unit length; None for k.
+      echo: keys [T, H K] that write what erase keys read, beside k, which writes v; then there is no beta. Or None.
       gamma: decays in nats [HV] that are the same for all tokens, or None.
       skip: [HV], how much of its value a token has in its output, or None.
     """
@@ -114,7 +120,10 @@ class Decodes(NamedTuple):
     A_log: jax.Array | None = None
     dt_bias: jax.Array | None = None
     norm: jax.Array | None = None
+    norm_bias: jax.Array | None = None
+    own: jax.Array | None = None
     p: jax.Array | None = None
+    echo: jax.Array | None = None
     gamma: jax.Array | None = None
     skip: jax.Array | None = None
 
@@ -131,7 +140,8 @@ class Decodes(NamedTuple):
     @property
     def tokens(self) -> dict[str, jax.Array]:
         """The arrays of tokens, by the names of their Refs."""
-        named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z, "p": self.p}
+        named = {f"x{j}": y for j, y in enumerate(self.x)} | {"g": self.g, "beta": self.beta, "z": self.z}
+        named |= {"p": self.p, "echo": self.echo}
         return {name: y for name, y in named.items() if y is not None}
 
     def of_heads(self, parts: int, i: int) -> "Decodes":
@@ -142,8 +152,10 @@ class Decodes(NamedTuple):
         cut = lambda y, heads: y if heads == 1 < parts else jnp.split(y, parts, axis=1)[i]
         q, k, v = (cut(y, heads) for y, heads in zip(self.x, (s.H, s.H, s.HV), strict=True))
         g, beta, p = (None if y is None else cut(y, s.HV) for y in (self.g, self.beta, self.p))
+        echo = None if self.echo is None else cut(self.echo, s.H)
+        gamma = None if self.gamma is None else jnp.split(self.gamma, parts)[i]
         static = s._replace(H=H, HV=s.HV // parts, first=i * s.HV // parts)
-        return self._replace(static=static, x=(q, k, v), g=g, beta=beta, p=p)
+        return self._replace(static=static, x=(q, k, v), g=g, beta=beta, p=p, echo=echo, gamma=gamma)
 
     @property
     def lanes(self) -> int:
@@ -154,7 +166,7 @@ class Decodes(NamedTuple):
     def constants(self) -> dict[str, jax.Array]:
         """The arrays that all tokens share, by the names of their Refs: rows, except weights of convolutions."""
         rows = {f"b{j}": y for j, y in enumerate(self.bias)}
-        rows |= {"norm": self.norm, "gamma": self.gamma, "skip": self.skip}
+        rows |= {name: getattr(self, name) for name in ("norm", "norm_bias", "own", "gamma", "skip")}
         if self.g is not None and (self.static.law is not None or self.static.dt_limit is not None):
             zeros = lambda size: jnp.zeros(size, jnp.float32)
             rows["A_log"] = zeros(self.static.HV) if self.A_log is None else self.A_log
@@ -190,4 +202,8 @@ def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
         """Return the heads of every token side by side."""
         return None if y is None else y.reshape(-1, y[0, 0].size)
 
-    return Decodes(static, tuple(map(row, (x.q, x.k, x.v))), row(x.g), row(x.beta), p=row(x.p))
+    gamma = None
+    if x.g is None:
+        gamma = jnp.zeros(static.HV, jnp.float32) if x.g_gamma is None else tiles.clip_gate(x.g_gamma)
+    rows = {name: row(getattr(x, name)) for name in ("g", "beta", "p", "echo")}
+    return Decodes(static, tuple(map(row, (x.q, x.k, x.v))), **rows, gamma=gamma)

@@ -44,7 +44,8 @@ class TokenRefs(NamedTuple):
 
     Attributes:
       x: [T, channels] each, inputs of the convolution.
-      g, beta, z, p: [T, lanes], raw gates, raw step sizes, gates of the output and erase keys, or None.
+      g, beta, z, p, echo: [T, lanes], raw gates, raw step sizes, gates of the output, erase keys, and keys that write
+        what these read, or None.
       o: [T, HV V].
       side_by_side: float32 [T + 1, lanes], all arrays of tokens, each in whole registers; the last row is zeros.
       rows: float32 [m, lanes], the tokens of the n sequences of a grid step: the first tokens, then the second ones,
@@ -57,6 +58,7 @@ class TokenRefs(NamedTuple):
     beta: jax.Ref
     z: jax.Ref
     p: jax.Ref
+    echo: jax.Ref
     o: jax.Ref
     side_by_side: jax.Ref
     rows: jax.Ref
@@ -66,7 +68,7 @@ class TokenRefs(NamedTuple):
     def named(self) -> dict[str, jax.Ref]:
         """The arrays of tokens by their names, in their order side by side."""
         named = {f"x{i}": ref for i, ref in enumerate(self.x)}
-        named |= {"g": self.g, "beta": self.beta, "z": self.z, "p": self.p}
+        named |= {"g": self.g, "beta": self.beta, "z": self.z, "p": self.p, "echo": self.echo}
         return {name: ref for name, ref in named.items() if ref is not None}
 
 
@@ -139,11 +141,11 @@ class WorkRefs(NamedTuple):
       ring_reads: float32 [m 2 HV, V], the values that keys and queries read from rings.
       folded_keys, folded_writes: float32 [L HV, K] and [L HV, V], the decayed keys and the writes of a ring;
         folded_decay: float32 [HV, K], the decays of its states.
-      made: float32 [m, HV V], the values that the tokens write.
+      made: float32 [m, HV V], the values that the tokens write by k, and beside them those that they write by `echo`.
       between: float32 [n, HV, K, V], the states between the tokens of decodes that a loop takes; else None.
       w, b: [channels, W] and [1, channels] each, weights and biases of the convolution.
-      A_log, dt_bias, norm, gamma, skip: [1, lanes], the arrays of the law, the weight of the norm, constant decays and
-        the shares of values in outputs.
+      A_log, dt_bias, norm, norm_bias, own, gamma, skip: [1, lanes], the arrays of the law, the weight and bias of the
+        norm, the weights of a token's own share, constant decays and the shares of values in outputs.
     """
 
     taps: jax.Ref
@@ -161,6 +163,8 @@ class WorkRefs(NamedTuple):
     A_log: jax.Ref
     dt_bias: jax.Ref
     norm: jax.Ref
+    norm_bias: jax.Ref
+    own: jax.Ref
     gamma: jax.Ref
     skip: jax.Ref
     b: tuple[jax.Ref, ...]
@@ -195,6 +199,11 @@ class DecodeRefs(NamedTuple):
     def targets(self) -> int:
         """How many slots a sequence writes: without rings one for each token of a decode."""
         return self.step.write.shape[0] // (self.step.boundaries.shape[0] - 1)
+
+    @property
+    def first_row(self) -> int:
+        """0 if erase keys and queries read states, 1 if queries alone do."""
+        return int(self.tokens.beta is None and self.tokens.echo is None)
 
     @property
     def has_rings(self) -> bool:

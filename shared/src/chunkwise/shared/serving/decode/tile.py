@@ -77,11 +77,12 @@ def accumulate_before(g: jax.Array, s: DecodeStatic) -> jax.Array:
     return jnp.concatenate(list(itertools.accumulate(parts[:-1], jnp.add, initial=jnp.zeros_like(parts[0]))))
 
 
-def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Array, jax.Array]:
-    """Return the values that tokens write, and their outputs, [rows, V] for a value head.
+def run_rule(q, keys, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[list[jax.Array], jax.Array]:
+    """Return the values that tokens write by each of their keys, and their outputs, [rows, V] for a value head.
 
     Args:
-      q, k, v: queries, keys and values of the head.
+      q, v: queries and values of the head.
+      keys: its keys, and where there are some, the keys that write what erase keys read.
       g: its gates in nats, [rows, 1] or [rows, K], or where value heads lie side by side [rows, V].
       beta: step sizes [rows, 1], or None without the delta rule.
       erase: erase keys, which may be k.
@@ -89,7 +90,8 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
         decays.
       s: the static description.
     """
-    q, k, v, g, erase, S_e, S_q = (by_token(x, s) for x in (q, k, v, g, erase, S_e, S_q))
+    q, v, g, erase, S_e, S_q = (by_token(x, s) for x in (q, v, g, erase, S_e, S_q))
+    keys = list(zip(*(by_token(x, s) for x in keys), strict=True))
     written, outputs = [], []
     for t in range(s.decode_tokens):
         found, since, earlier = [S_e[t], S_q[t]], None, None
@@ -99,28 +101,38 @@ def run_rule(q, k, v, g, beta, erase, S_e, S_q, s: DecodeStatic) -> tuple[jax.Ar
                 earlier = g[u + 1] if earlier is None else earlier + g[u + 1]
             since = g[u + 1] if since is None else since + g[u + 1]
             until = earlier if s.erase_before_decay else since
-            for j, (x, nats) in enumerate(((erase[t], until), (q[t], since))):
-                key, value = k[u], written[u]
-                if nats is not None and s.side_by_side > 1:
+            for (j, (x, nats)), (key, value) in itertools.product(
+                enumerate(((erase[t], until), (q[t], since))), zip(keys[u], written[u], strict=True)
+            ):
+                if nats is not None and s.side_by_side > 1 and not s.paired:
                     value = jnp.exp(nats) * value
                 elif nats is not None:
                     key = jnp.exp(nats) * key
-                found[j] = found[j] + jnp.sum(x * key, axis=1, keepdims=True) * value
+                found[j] = found[j] + sum_of_head(x * key, s) * value
         new = v[t] if beta is None else by_token(beta, s)[t] * (v[t] - found[0])
-        written.append(new)
+        written.append([new, found[0]][: len(keys[t])])
         # The state after the token is read without it: o = a S^T q + (k . q) new.
-        outputs.append(found[1] + jnp.sum(q[t] * k[t], axis=1, keepdims=True) * new)
-    return jnp.concatenate(written), jnp.concatenate(outputs)
+        for key, value in zip(keys[t], written[t], strict=True):
+            found[1] = found[1] + sum_of_head(q[t] * key, s) * value
+        outputs.append(found[1])
+    return [jnp.concatenate(of_key) for of_key in zip(*written, strict=True)], jnp.concatenate(outputs)
 
 
-def norm_heads(o: jax.Array, z: jax.Array, weight: jax.Array | None, s: DecodeStatic) -> jax.Array:
-    """Return the norm of the heads of an output [n, lanes] that have one norm, gated; without a weight only gated."""
+def norm_heads(
+    o: jax.Array, z: jax.Array, weight: jax.Array | None, added: jax.Array | None, s: DecodeStatic,
+    mean_of=lambda x: jnp.mean(x, axis=1, keepdims=True),
+) -> jax.Array:  # fmt: skip
+    """Return the norm of the heads of an output [n, lanes] that have one norm, gated; without a weight only gated.
+
+    With an array that is added to the norm it is a layer norm. `mean_of` returns the mean in the lanes of a norm.
+    """
     gate = activations.activate(z, s.norm_gate)
     if weight is None:
         return o * gate
     o = o * gate if s.gate_first else o
-    mean = jnp.mean(o * o, axis=1, keepdims=True)
-    y = weight * (o * lax.rsqrt(mean + jnp.float32(s.eps)))
+    o = o if added is None else o - mean_of(o)
+    y = weight * (o * lax.rsqrt(mean_of(o * o) + jnp.float32(s.eps)))
+    y = y if added is None else y + added
     return y if s.gate_first else y * gate
 
 
@@ -146,17 +158,36 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
     return [*found, x]
 
 
-def read_on_matrix_unit(S: jax.Array, rows: jax.Array, transposed: bool = False) -> jax.Array:
-    """Return rows [8, K] of bfloat16 numbers times a state [K, V], or [V, K] if `transposed`, float32 [8, V]."""
+def lower_lanes(x: jax.Array) -> jax.Array:
+    """Return which lanes of x [n, lanes] belong to the first one of two heads, bool."""
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1) < jnp.int32(x.shape[1] // 2)
+
+
+def in_halves(x: jax.Array) -> list[jax.Array]:
+    """Return x [n, lanes] with zeros in the place of one of two heads, and of the other."""
+    lower, zero = lower_lanes(x), jnp.zeros_like(x)
+    return [jnp.where(lower, x, zero), jnp.where(lower, zero, x)]
+
+
+def sum_of_head(x: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return the sum over the channels of a head, [n, 1], or of two heads in the lanes of each, [n, lanes]."""
+    sums = [jnp.sum(y, axis=1, keepdims=True) for y in (in_halves(x) if s.paired else [x])]
+    return jnp.where(lower_lanes(x), *sums) if s.paired else sums[0]
+
+
+def read_on_matrix_unit(S: jax.Array, rows: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return rows [n, K] of bfloat16 numbers times a state [K, V], or transposed [V, K], float32 [n, V]."""
+    n, rows = len(rows), jnp.concatenate(in_halves(rows)) if s.paired else rows
     parts = exact_parts(S) if S.dtype == jnp.float32 else [S]
     products = [
         lax.dot_general(
-            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (int(transposed),)), ((), ())),
+            rows.astype(jnp.bfloat16), x.astype(jnp.bfloat16), (((1,), (int(s.transposed),)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         for x in parts
     ]  # fmt: skip
-    return functools.reduce(jnp.add, products[::-1])
+    y = functools.reduce(jnp.add, products[::-1])
+    return jnp.concatenate([y[:n], y[n:]], axis=1) if s.paired else y
 
 
 def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
@@ -164,39 +195,45 @@ def read_on_vector_unit(S: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.sum(S * tiles.to_column(row[None])[0], axis=0, keepdims=True)
 
 
-def next_state(S: jax.Array, decay: jax.Array, key: jax.Array, new: jax.Array, s: DecodeStatic) -> jax.Array:
-    """Return diag(decay) S + k n^T in float32.
+def next_state(S: jax.Array, decay: jax.Array, keys: list, made: list, s: DecodeStatic) -> jax.Array:
+    """Return diag(decay) S and the products k n^T of keys and what they write, in float32.
 
     Args:
       S: the state [K, V], or [V, K] if states lie transposed.
       decay: [1, 1] or [1, K], or [1, heads] where value heads lie side by side.
-      key: [K, 1], or [1, K] if states lie transposed.
-      new: [1, V].
+      keys: [K, 1], or [1, K] if states lie transposed.
+      made: [1, V] for each of them.
       s: the static description.
     """
     if not s.transposed:
         decay = decay if decay.shape[1] == 1 else tiles.to_column(decay[None])[0]
-        return decay * S + key * new
-    if s.side_by_side > 1:
+        return sum((key * new for key, new in zip(keys, made, strict=True)), start=decay * S)
+    if s.side_by_side > 1 and not s.paired:
         size = s.V // s.side_by_side
         S = jnp.concatenate([decay[:, j : j + 1] * S[j * size : (j + 1) * size] for j in range(s.side_by_side)])
     else:
         S = decay * S
-    return S + _outer(new, key)
+    return S + _outer(made, keys, s)
 
 
-def _outer(column: jax.Array, row: jax.Array) -> jax.Array:
-    """Return the product of two rows [1, V] and [1, K], the first one as a column, [V, K], exact as float32 is.
+def _outer(columns: list[jax.Array], rows: list[jax.Array], s: DecodeStatic) -> jax.Array:
+    """Return the sum of the products of rows [1, V], as columns, and rows [1, K], [V, K], exact as float32 is.
 
     The matrix unit multiplies every part of one by every part of the other, which lie in rows.
     """
     spread = lambda parts, place: functools.reduce(
         lambda rest, j: jnp.where(place == jnp.int32(j), parts[j], rest), range(PARTS), jnp.float32(0.0)
     )
-    index = lambda x: lax.broadcasted_iota(jnp.int32, (16, x.shape[1]), 0)
-    left = spread(exact_parts(column), lax.div(index(column), jnp.int32(PARTS)))
-    right = spread(exact_parts(row), lax.rem(index(row), jnp.int32(PARTS)))
-    return matmul.dot_tn(left.astype(jnp.bfloat16)[None], right.astype(jnp.bfloat16)[None])[0]
+    # A ninth product would be that of the last parts, which float32 does not hold beside the first one.
+    size = 16 if len(rows) == 1 and not s.paired else 8
+    index = lambda x: lax.broadcasted_iota(jnp.int32, (size, x.shape[1]), 0)
+    left = [spread(exact_parts(x), lax.div(index(x), jnp.int32(PARTS))) for x in columns]
+    right = [spread(exact_parts(x), lax.rem(index(x), jnp.int32(PARTS))) for x in rows]
+    if s.paired:
+        left = [half for x in left for half in (x[:, : s.V // 2], x[:, s.V // 2 :])]
+        right = [half for x in right for half in in_halves(x)]
+    left, right = (jnp.concatenate(x).astype(jnp.bfloat16)[None] for x in (left, right))
+    return matmul.dot_tn(left, right)[0]
 
 
 def stored(state: jax.Array, dtype, transposed: bool = False) -> tuple[jax.Array, jax.Array | None]:
