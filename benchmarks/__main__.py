@@ -32,7 +32,6 @@ from benchmarks import (
     tpu_peers,
 )
 from benchmarks.cases import CASES, COMPOSED
-from benchmarks.mixer import MIXERS
 from benchmarks.whole import WHOLE
 from chunkwise import pipeline
 from chunkwise.command import info
@@ -61,7 +60,7 @@ def parse(arguments=None) -> argparse.Namespace:
     sizes = argparse.ArgumentParser(add_help=False)
     sizes.add_argument("--tokens", action="append", type=int, help="instead of the case's own; may be repeated")
     sizes.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
-    known = ["xla", "staged", "fused", "pallas", "mixed", *tpu_peers.PEERS]
+    known = ["xla", "staged", "fused", "pallas", *tpu_peers.PEERS]
     sizes.add_argument("--implementation", action="append", choices=known, help="may be repeated")
     compiled = argparse.ArgumentParser(add_help=False)
     compiled.add_argument("--timeout", type=float, default=600, help="seconds for one compilation")
@@ -74,8 +73,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--devices", type=int, default=1, help="split heads over so many; a CPU is made into them")
     one = commands.add_parser("tpu", parents=[sizes, compiled, saved], help="the TPU compiler's estimate; needs no TPU")
     one.add_argument("--chip", action="append", choices=list(CHIPS))
-    add_cases(one, CASES | MIXERS | COMPOSED | WHOLE)
-    one.add_argument("--profile", action="store_true", help="simulated cycles too, which takes several times as long")
+    add_cases(one, CASES | COMPOSED | WHOLE)
     one = commands.add_parser("gpu", parents=[saved], help="launches and temporaries on an H100; needs no GPU")
     one.add_argument("--program", action="append", choices=list(gpu.PROGRAMS), help="may be repeated")
     one = commands.add_parser("scale", parents=[sizes, compiled, saved], help="estimates of operators over devices")
@@ -83,9 +81,7 @@ def parse(arguments=None) -> argparse.Namespace:
     one.add_argument("--topology", action="append", required=True, help="of TPUs, as v5p:2x2x2, with tokens each")
     one.add_argument("--total", action="store_true", help="tokens are those of all devices of a topology together")
     one = commands.add_parser("step", parents=[timed, compiled, saved], help="a serving step of decodes and prefills")
-    add_cases(
-        one, {name: x for name, x in CASES.items() if hasattr(pipeline, f"ragged_{x.operator}") and not x.segments}
-    )
+    add_cases(one, {name: x for name, x in CASES.items() if hasattr(pipeline, f"ragged_{x.operator}")})
     one.add_argument("--mixture", action="append", choices=list(step.MIXTURES), help="of sequences; may be repeated")
     one.add_argument("--implementation", action="append", choices=["xla", "staged", "fused"], help="may be repeated")
     one.add_argument("--chip", action="append", choices=list(CHIPS), help="estimate for it instead of timing")
@@ -122,7 +118,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | MIXERS | COMPOSED | WHOLE)[name]
+        case = (CASES | COMPOSED | WHOLE)[name]
         for T in options.tokens or [case.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
             yield name, case, T, label
@@ -142,7 +138,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
         implementations = options.implementation or ["fused", *tpu_peers.installed()]
         for (name, case, T, label), x, chip in product(shapes(options), implementations, options.chip or CHIPS):
             if tpu.can_run(case, x, options.backward):
-                run = one(tpu.measure, case, x, chip, T, options.backward, options.profile, options.timeout)
+                run = one(tpu.measure, case, x, chip, T, options.backward, options.timeout)
                 yield f"{name}, {x}, {chip}", label | {"implementation": x, "chip": chip}, run
     elif options.command == "gpu":
         for name in options.program or gpu.PROGRAMS:

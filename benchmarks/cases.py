@@ -9,7 +9,6 @@ from chunkwise.pipeline.operators import COMPOSITIONS
 from chunkwise.shared.testing.inputs import NOT_TOKENS
 
 CASES = MODELS | {
-    "qwen3-next-80b-unit": Layer("gated_delta_rule", H=16, HV=32, normalise=True),
     **{
         f"{name}-kept": dataclasses.replace(MODELS[name], disable_recompute=True)
         for name in ("qwen3-next-80b", "qwen3-next-80b-tp8", "qwen3.5-397b-tp8")
@@ -19,16 +18,6 @@ CASES = MODELS | {
     **{f"qwen3-next-80b-tp{n}": Layer("gated_delta_rule", H=16 // n, HV=32 // n) for n in (2, 4, 16)},
     "olmo-hybrid-7b": Layer("gated_delta_rule", H=30, HV=30, K=96, V=192),
     "gdn-16": Layer("gated_delta_rule", H=16, HV=16, T=2048),
-    **{
-        f"{name}-segments": Layer(operator, H=H, HV=HV, sequences=16, ragged=True, segments=True)
-        for name, operator, H, HV in (
-            ("qwen3-next-80b", "gated_delta_rule", 16, 32),
-            ("kimi-linear-48b", "kda", 32, 32),
-            ("minimax-text-01", "simple_gla", 64, 64),
-            ("gla", "gla", 16, 16),
-        )
-    },
-    "packed-16x16384": Layer("gated_delta_rule", H=16, HV=16, T=16 * 16384, sequences=16),
 }
 
 

@@ -4,25 +4,21 @@ It is counted as an operator in `step`: the bundles of the kernel, but at least 
 operations around it.
 """
 
-import os
 import tempfile
 from dataclasses import dataclass
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import step, tpu
-from benchmarks.mixer import Mixer
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
-from chunkwise.command.models import Mixture, moved_bytes
+from chunkwise.command.models import Layer, Mixture, moved_bytes
 from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2, rwkv7
 from chunkwise.layers.checkpoint.parameters import Initial
 from chunkwise.layers.mixer import running
 from chunkwise.pipeline.operators import COMPOSED
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.kernels import launcher
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
@@ -33,8 +29,8 @@ _LAYERS = {
 
 
 @dataclass(frozen=True)
-class Decoder(Mixer):
-    """The work of a layer between its projections.
+class Decoder(Layer):
+    """The work of a layer between its projections, where an operator has several layers.
 
     Attributes:
       layer: the name of the layer in `_LAYERS`.
@@ -45,17 +41,17 @@ class Decoder(Mixer):
 
 # Models, and what one of eight devices has of them. A norm over heads of several devices comes after the launch.
 MIXERS = {
-    "qwen3-next-80b-tp8": Mixer("gated_delta_rule", H=2, HV=4),
-    "qwen3.5-397b-tp8": Mixer("gated_delta_rule", H=2, HV=8),
-    "kimi-linear-48b-tp8": Mixer("kda", H=4, HV=4, activation="sigmoid"),
-    "qwen3-next-80b": Mixer("gated_delta_rule", H=16, HV=32),
+    "qwen3-next-80b-tp8": Layer("gated_delta_rule", H=2, HV=4),
+    "qwen3.5-397b-tp8": Layer("gated_delta_rule", H=2, HV=8),
+    "kimi-linear-48b-tp8": Layer("kda", H=4, HV=4),
+    "qwen3-next-80b": Layer("gated_delta_rule", H=16, HV=32),
     "nemotron-h": Decoder("simple_gla", H=8, HV=128, V=64),
     "nemotron-h-tp8": Decoder("simple_gla", H=1, HV=16, V=64),
     "granite-4": Decoder("simple_gla", H=1, HV=128, V=64),
     "minimax-text-01": Decoder("simple_gla", H=64, HV=64, layer="lightning"),
     "minimax-text-01-tp8": Decoder("simple_gla", H=8, HV=8, layer="lightning"),
-    "rwkv7-7b": Mixer("dplr_delta_rule", H=64, HV=64, K=64, V=64),
-    "rwkv7-7b-tp8": Mixer("dplr_delta_rule", H=8, HV=8, K=64, V=64),
+    "rwkv7-7b": Layer("dplr_delta_rule", H=64, HV=64, K=64, V=64),
+    "rwkv7-7b-tp8": Layer("dplr_delta_rule", H=8, HV=8, K=64, V=64),
 }
 MIXTURES = ["decode-64", "decode-64-bfloat16"]
 # Over rings the launch takes a few heads.
@@ -76,7 +72,7 @@ _MORE = {
 _ONE_WAY = ("v5e", "v5p")
 
 
-def _steps_alone(case: Mixer) -> bool:
+def _steps_alone(case: Layer) -> bool:
     """Return whether it is a delta rule whose token is one token of its kernels."""
     return case.table.delta and f"chunk_{case.operator}" not in COMPOSED
 
@@ -86,14 +82,14 @@ def mixtures(name: str) -> list[str]:
     return [*MIXTURES, *_MORE.get(name, []), *([MIXED] if _steps_alone(MIXERS[name]) else [])]
 
 
-def _layer(case: Mixer):
+def _layer(case: Layer):
     """Return the definition of a layer, and its config."""
     layer = _LAYERS[getattr(case, "layer", case.operator)]
     return layer, layer.config(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
 
 
 def compile_mixer(
-    case: Mixer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
+    case: Layer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
 ) -> str:
     """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
 
@@ -131,39 +127,35 @@ def _launch(text: str, mixed: bool = False) -> list[str]:
     return [name for name in launches(text) if ("decode_layer" in name) != mixed]
 
 
-def count_kernel(case: Mixer, mixture: Mixture, chip: str) -> tuple[int, int]:
+def count_kernel(case: Layer, mixture: Mixture, chip: str) -> tuple[int, int]:
     """Return the bundles of the kernel, and the steps of its grid; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         # With known counts the program has one way, which is compiled in less time, and the same kernel.
-        text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder, profile=False), known=True)
+        text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder), known=True)
         (launch,) = _launch(text)
         loop = read_loop(kernel_text(folder, launch))
     return kernel_bundles(loop, *step.decode_runs(loop, mixture)), loop.turns - 2
 
 
-def count_around(case: Mixer, mixture: Mixture, chip: str, rows: bool = True) -> int:
+def count_around(case: Layer, mixture: Mixture, chip: str, rows: bool = True) -> int:
     """Return the estimated cycles of the operations around the kernels; in a fresh process only."""
-    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        os.makedirs(f"{folder}/profile")
-        with mock.patch.object(launcher, "pallas_call", step.hollow):
-            flags = f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
-            both = _steps_alone(case) and (mixture.over_array or mixture.replay)
-            one_way = chip in _ONE_WAY or not both
-            text = compile_mixer(case, mixture, chip, flags, one_way, rows)
-        return step.branch_cycles(text, tpu.profiled(folder), set(_launch(text, bool(mixture.prefills))))
+    both = _steps_alone(case) and (mixture.over_array or mixture.replay)
+    one_way = chip in _ONE_WAY or not both
+    build = lambda flags: compile_mixer(case, mixture, chip, flags, one_way, rows)
+    return step.cycles_around(build, lambda text: _launch(text, bool(mixture.prefills)))
 
 
-def estimate(case: Mixer, mixture: Mixture, chip: str, timeout: float) -> dict:
+def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     """Return the estimated cost of the mixer of a step on a chip that is not here.
 
     Of a step that has prefills it returns the operations around the kernels alone. In the default layout of pools these
     are counted for one chip, where the compiler can profile it.
     """
     counted = (
-        f"from benchmarks.decode_mixer import Decoder, Mixer, Mixture, count_around, count_kernel; "
+        f"from benchmarks.decode_mixer import Decoder, Layer, Mixture, count_around, count_kernel; "
         f"of = {case!r}, {mixture!r}, {chip!r}; dict(count={{}})"
     )
-    count = lambda call: tpu.first_result([counted.format(call)], timeout)
+    count = lambda call: tpu.result(counted.format(call), timeout)
     around = count("count_around(*of)")
     if "count" not in around:
         return around

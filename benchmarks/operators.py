@@ -20,8 +20,6 @@ def measure(case: Layer, T: int, dtype, implementations, backward: bool, repeats
     expected = case.expected(case.part(x, last), case.part({"do": do}, last)["do"] if backward else None)
     limits = {name: case.tolerance(name, x["v"].dtype.name) for name in expected}
     runs = [timing.compiled(name, case.function(name), x, cu_seqlens, cotangents, devices) for name in implementations]
-    return timing.measure(
-        runs, peers.available(case, x, cu_seqlens, do if backward else None, devices, beside),
-        lambda results: timing.worst(case.part(results, last), expected, limits),
-        *case.cost(T, dtype, backward), timing.machine_peaks(dtype), repeats,
-    )  # fmt: skip
+    others = peers.available(case, x, cu_seqlens, do if backward else None, devices, beside)
+    verdict = lambda results: timing.worst(case.part(results, last), expected, limits)
+    return timing.measure(runs, others, verdict, repeats)

@@ -32,7 +32,7 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         start = time.perf_counter()
-        traced, mesh = trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder, False))
+        traced, mesh = trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder))
         program = traced.lower().compile()
         compile_s, text = time.perf_counter() - start, program.as_text()
         # Launches before the first collective make the map of a device.
@@ -108,7 +108,7 @@ def count(topology: str) -> dict:
 
 def _in_process(call: str, timeout: float) -> dict:
     code = f"from benchmarks.scale import Layer, count, estimate; {call}"
-    return tpu.first_result([code], timeout)
+    return tpu.result(code, timeout)
 
 
 def measure(

@@ -11,7 +11,6 @@ import jax
 
 from benchmarks import scale, step, tpu
 from benchmarks.cases import CASES, COMPOSED
-from benchmarks.mixer import MIXERS
 from benchmarks.tpu_peers import PEERS
 from benchmarks.whole import WHOLE
 from chunkwise.shared.testing import tpu as compiler
@@ -21,7 +20,7 @@ DATA = Path(__file__).parents[1] / "docs/data"
 
 def trace(command: str, row: dict):
     """Return the program of a row, traced for its chip as it was for the estimate."""
-    case, backward = (CASES | MIXERS | COMPOSED | WHOLE)[row["case"]], row.get("pass") == "forward+backward"
+    case, backward = (CASES | COMPOSED | WHOLE)[row["case"]], row.get("pass") == "forward+backward"
     if command == "step":
         return step.trace_step(case, step.MIXTURES[row["mixture"]], row["chip"])
     if command == "scale":

@@ -11,10 +11,9 @@ the code:
 """
 
 import contextlib
-import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -70,7 +69,6 @@ MIXTURES = {
     "speculate-64x3-bfloat16-ring": Mixture(64, W=3, pool="bfloat16", replay=16),
     "prefill-4096": Mixture(prefills=(4096,)),
     "decode-32-prefill-4096": Mixture(32, prefills=(4096,)),
-    "decode-32-prefill-2x512": Mixture(32, prefills=(512, 512)),
     "decode-32-prefill-2x512-bfloat16": Mixture(32, prefills=(512, 512), pool="bfloat16"),
     "prefill-8192": Mixture(prefills=(8192,)),
     "prefill-8192-ragged": Mixture(prefills=(*_RAGGED, 8192 - sum(_RAGGED))),
@@ -110,7 +108,7 @@ def measure(case: Layer, mixture: Mixture, dtype, implementations, repeats: int)
         limits = {"o": case.tolerance("o", x["v"].dtype.name), "states": case.tolerance("o", coarser)}
         return timing.worst(some, expected, limits)
 
-    rows = timing.measure(runs, [], verdict, 1, 1, (1.0, 1.0), repeats)
+    rows = timing.measure(runs, [], verdict, repeats)
     kept = ("implementation", "error", "correct", "median_ms", "spread_ms", "cpu_ms")
     tokens = {"tokens": mixture.T}
     return [{k: row[k] for k in kept} | tokens | {"tokens_s": mixture.T / row["median_ms"] * 1e3} for row in rows]
@@ -268,7 +266,7 @@ def count_kernels(case: Layer, mixture: Mixture, chip: str) -> tuple[dict[str, i
     """
     counts = {"decode": 0, "prefill": 0}
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        program = trace_step(case, mixture, chip, tpu.dump_flags(folder, profile=False))
+        program = trace_step(case, mixture, chip, tpu.dump_flags(folder))
         text = program.lower().compile().as_text()
         # This computes, so it comes after the compiler's flags are set, which are read before the first computation.
         steps = grid_steps(case, mixture)
@@ -313,12 +311,21 @@ def hollow(_, *operands, name: str, out_shape, input_output_aliases=None, **__):
 
 def count_around(case: Layer, mixture: Mixture, chip: str) -> int:
     """Return the estimated cycles of the operations around the kernels in this mixture; in a fresh process only."""
+    build = lambda flags: trace_step(case, mixture, chip, flags).lower().compile().as_text()
+    return cycles_around(build, lambda text: _wanted(mixture, text))
+
+
+def cycles_around(build: Callable[[str], str], wanted: Callable[[str], list[str]]) -> int:
+    """Return the `branch_cycles` of a program by the compiler's profile; its kernels do nothing.
+
+    Args:
+      build: from flags of libtpu to the text of the compiled program.
+      wanted: from this text to the kernels that run.
+    """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        os.makedirs(f"{folder}/profile")
         with mock.patch.object(launcher, "pallas_call", hollow):
-            program = trace_step(case, mixture, chip, f"--xla_jf_dump_static_llo_profile_to={folder}/profile")
-            text = program.lower().compile().as_text()
-        return branch_cycles(text, tpu.profiled(folder), set(_wanted(mixture, text)))
+            text = build(tpu.profile_flags(folder))
+        return branch_cycles(text, tpu.profiled(folder), set(wanted(text)))
 
 
 def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
@@ -331,7 +338,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
         code = (
             f"from benchmarks.step import Layer, Mixture, {name}; {{{name!r}: {name}({case!r}, {mixture!r}, {chip!r})}}"
         )
-        counts |= tpu.first_result([code], timeout)
+        counts |= tpu.result(code, timeout)
         if "count_kernels" not in counts:
             return counts
     (of_kernels, digest), around = counts.pop("count_kernels"), counts.pop("count_around", None)

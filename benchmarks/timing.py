@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from chunkwise.shared.testing.compare import error, with_gradients
@@ -57,30 +55,13 @@ def wall_and_cpu(call: Callable) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - start_cpu
 
 
-def machine_peaks(dtype) -> tuple[float, float]:
-    """Measure this machine: flops a second of one large product, and bytes a second of a copy.
-
-    The best of 5 calls after one that compiles.
-    """
-    n = 2048 if jax.default_backend() == "cpu" else 8192
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    product, copy = jax.jit(lambda a: jnp.dot(a, a, precision=precision)), jax.jit(lambda a: a + 1)
-    square = jnp.ones((n, n), dtype)
-    best = lambda fn: min([wall_and_cpu(lambda: fn(square))[0] for _ in range(6)][1:])
-    return 2 * n**3 / best(product), 2 * square.nbytes / best(copy)
-
-
-def measure(
-    runs: list[Run], peers: list[Run], verdict: Callable, flops: int, moved: int, peaks, repeats: int
-) -> list[dict]:
+def measure(runs: list[Run], peers: list[Run], verdict: Callable, repeats: int) -> list[dict]:
     """Time runs and peers in turn, and return a row for each.
 
     Args:
       runs: ours.
       peers: the programs to compare with.
       verdict: from the results of a call to (error, whether they are correct).
-      flops, moved: flops and bytes of the case, for rates and the roofline.
-      peaks: flops and bytes a second of the machine.
       repeats: how many calls of each are timed; a call that is not timed comes before each of them.
     """
     everyone = [*runs, *peers]
@@ -95,7 +76,6 @@ def measure(
             times[run.name].append(wall)
             processor[run.name].append(cpu)
     medians = {name: statistics.median(samples) for name, samples in times.items()}
-    floor = max(flops / peaks[0], moved / peaks[1])
     rows = []
     for run in everyone:
         (err, correct), median = judged[run.name], medians[run.name]
@@ -108,9 +88,6 @@ def measure(
             "spread_ms": 1e3 * float(high - low),
             # The least of all calls. Other work on the machine hardly changes processor time, unlike elapsed time.
             "cpu_ms": 1e3 * min(processor[run.name]),
-            "tflop_s": flops / median / 1e12,
-            "gb_s": moved / median / 1e9,
-            "roofline": floor / median,
             "memory_mib": None if run.memory is None else run.memory / 2**20,
             "compile_s": run.compile_s,
         }

@@ -1,7 +1,6 @@
 """The cost of programs on TPUs that are not here: estimates of the TPU compiler, and no measurements.
 
-Every estimate runs in a new process, because the compiler aborts the process if it cannot profile a program; such a
-program is compiled again without the profile, and its row has no cycles.
+Every estimate runs in a new process, because the compiler reads its flags once, and may abort the process.
 """
 
 import collections
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 
 from benchmarks import regions, tpu_peers
 from benchmarks.cases import Composed
-from benchmarks.mixer import Mixer
 from benchmarks.turns import Turns, turns_of
 from benchmarks.whole import Whole
 from chunkwise.command import times
@@ -35,30 +33,15 @@ from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
 
-def _static(folder: str) -> dict:
-    """Return registers spilled in loops, and the share of matrix slots used in the largest loop, of dumped kernels."""
-    spills, largest = 0, (0, None)
-    for path in glob.glob(f"{folder}/*-final_hlo-static-per-bundle-utilization.txt"):
-        with open(path, errors="replace") as text:
-            head, _, body = text.read().partition("== UTILIZATION:")
-        found = re.search(r"\n([A-Z:, ]+)\n\s*([\d ]+)\n", head)
-        rows = [[int(n) for n in line.split()] for line in body.strip().splitlines()]
-        if not found or not rows:
-            continue
-        slots, capacity = [name.strip() for name in found[1].split(",")], [int(n) for n in found[2].split()]
-        used = [sum(column) for column in zip(*rows, strict=True)]
-        totals = dict(zip(slots, used, strict=False))
-        spills += sum(count for name, count in totals.items() if "SPILL" in name and "STORE" in name)
-        if len(rows) > largest[0] and "MXU" in totals:
-            largest = len(rows), totals["MXU"] / (len(rows) * capacity[slots.index("MXU")])
-    return {"spills": spills, "matrix_use": largest[1]}
+def dump_flags(folder: str) -> str:
+    """Return the flags of libtpu that write a program's final code into a folder."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
 
 
-def dump_flags(folder: str, profile: bool) -> str:
-    """Return the flags of libtpu that write a program's final code, and its profile, into a folder."""
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+def profile_flags(folder: str) -> str:
+    """Return the flags of libtpu that write the profile of a program, which `profiled` reads, into a folder."""
     os.makedirs(f"{folder}/profile")
-    return flags + (f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if profile else "")
+    return f"--xla_jf_dump_static_llo_profile_to={folder}/profile"
 
 
 def profiled(folder: str) -> collections.Counter:
@@ -208,18 +191,18 @@ def building(case: Layer, implementation: str, T: int, backward: bool) -> Iterat
         yield lambda: ours(case, implementation, T, backward, cu_seqlens)
 
 
-def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool) -> dict:
+def estimate(case: Layer, implementation: str, chip: str, T: int, backward: bool) -> dict:
     """Compile a case for `chip` and return the compiler's figures; call in a fresh process only."""
     floor = case.cost(T, jnp.bfloat16, backward)[1] / CHIPS[chip].bandwidth_tb_s / 1e9
-    whole = case.sequences or implementation not in ("fused", "mixed")
+    whole = case.sequences or implementation != "fused"
     layer = case.runs(T) if isinstance(case, Composed) else dataclasses.replace(case, T=T)
     turns = None if whole else turns_of(layer)
     with building(case, implementation, T, backward) as build:
-        return figures(build, chip, floor, profile, turns)
+        return figures(build, chip, floor, turns)
 
 
 def figures(
-    build: Callable[[], tuple], chip: str, floor_ms: float, profile: bool, turns: Turns | None = None,
+    build: Callable[[], tuple], chip: str, floor_ms: float, turns: Turns | None = None,
     auto_layout: bool = True,
 ) -> dict:  # fmt: skip
     """Compile the function and shapes that `build` returns, and read the compiler's dumps; in a fresh process only.
@@ -227,34 +210,29 @@ def figures(
     `turns` is the argument of `bundles`. Without `auto_layout`, inputs and outputs have JAX's default layout.
     """
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
-        compiler.setup(dump_flags(folder, profile))
+        compiler.setup(dump_flags(folder))
         fn, specs = build()
         start = time.perf_counter()
         traced = compiler.trace_for(fn, *specs, chip=chip, auto_layout=auto_layout)
         program = traced.lower().compile()
         compile_s = time.perf_counter() - start
         text = program.as_text()
-        moved, cycles = launch_bytes(text), profiled(folder)
-        kernel = sum(n for name, n in cycles.items() if name in moved)
+        moved = launch_bytes(text)
         counted = counts(folder, set(moved), turns)
-        # Without a profile, the text has the cycles.
         kinds = operations_by_kind(text)
-        around = sum(cycles.values()) - kernel if kernel else kinds.total()
         floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
         found, cycles_of = timed(counted, moved, floor), lambda n: round(floor(n) * CHIPS[chip].clock_ghz * 1e6)
         least = [max(counted.get(name, (0,))[0], cycles_of(n)) for name, n in moved.items()]
         return {
-            "kernel_cycles": kernel or None,
-            "around_cycles": around,
+            "around_cycles": kinds.total(),
             "operations": kinds,
             "least_kernel_cycles": sum(least),
             "bundles": found and sum(x.bundles for x in found.values()),
             "grid_steps": found and sum(x.grid_steps for x in found.values()),
             "launches": found,
-            "estimate_ms": found and times.device_ms(CHIPS[chip], found.values(), around, floor_ms),
+            "estimate_ms": found and times.device_ms(CHIPS[chip], found.values(), kinds.total(), floor_ms),
             "floor_ms": floor_ms,
             "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-            **_static(folder),
             "compile_s": compile_s,
             "traced": digest(traced),
         }
@@ -262,8 +240,6 @@ def figures(
 
 def can_run(case, implementation: str, backward: bool) -> bool:
     """Return whether an implementation supports the case."""
-    if implementation == "mixed":
-        return isinstance(case, Mixer)
     if isinstance(case, Whole):
         return implementation in ("fused", "xla")
     if implementation in tpu_peers.PEERS:
@@ -271,17 +247,10 @@ def can_run(case, implementation: str, backward: bool) -> bool:
     return True
 
 
-def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool, profile: bool, timeout: float) -> dict:
-    """Run `estimate` in a new process; if the compiler gave no result, the row has `failed` set.
-
-    A program that the compiler cannot profile is compiled again without a profile.
-    """
+def measure(case: Layer, implementation: str, chip: str, T: int, backward: bool, timeout: float) -> dict:
+    """Run `estimate` in a new process; if the compiler gave no result, the row has `failed` set."""
     arguments = f"{case!r}, {implementation!r}, {chip!r}, {T}, {backward}"
-    codes = [
-        f"from benchmarks.tpu import Composed, Layer, Mixer, Whole, estimate; estimate({arguments}, {x})"
-        for x in dict.fromkeys((profile, False))
-    ]
-    return first_result(codes, timeout)
+    return result(f"from benchmarks.tpu import Composed, Layer, Whole, estimate; estimate({arguments})", timeout)
 
 
 def require_compiler() -> None:
@@ -292,26 +261,21 @@ def require_compiler() -> None:
         )
 
 
-def first_result(codes: list[str], timeout: float) -> dict:
-    """Run these programs, each in a new process, until one ends well, and return its result.
+def result(code: str, timeout: float) -> dict:
+    """Run a program in a new process and return the value of its last statement, an expression for JSON.
 
-    The last statement of a program is an expression for JSON, its result. `failed` is set if no program gave a result.
-    Without the TPU compiler no program could, so the whole command ends.
+    `failed` is set if there is none. Without the TPU compiler there could be none, so the whole command ends.
     """
     require_compiler()
-    failure = ""
-    for code in codes:
-        imports, _, expression = code.rpartition("; ")
-        code = f"import json; {imports}; print(json.dumps({expression}))"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
-            failure = f"no result within {timeout:.0f} s"
-            continue
-        if done.returncode == 0:
-            return json.loads(done.stdout.splitlines()[-1])
-        problem = re.findall(r"^\w*(?:Error|Exception)\w*: (.*)", done.stderr, re.MULTILINE)
-        failure = problem[-1][:160] if problem else f"the compiler ended with {done.returncode}"
-    return {"failed": failure}
+    imports, _, expression = code.rpartition("; ")
+    code = f"import json; {imports}; print(json.dumps({expression}))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result within {timeout:.0f} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    problem = re.findall(r"^\w*(?:Error|Exception)\w*: (.*)", done.stderr, re.MULTILINE)
+    return {"failed": problem[-1][:160] if problem else f"the compiler ended with {done.returncode}"}

@@ -16,7 +16,10 @@ HOSTS = {
     "qwix": ((EXTRA.format("nnx"), "qwix==0.1.8"), ()),
     # No hosts, but their tests run with our operators in the place of theirs; two archives build with these.
     "tokamax": (("tokamax==0.0.17", "jax[tpu]", "absl-py", "chex"), ()),
-    "flash-linear-attention": (("torch==2.13.0", "jax", "einops"), ("fla-core==0.6.0",)),
+    "flash-linear-attention": (
+        ("torch==2.13.0", "jax", "einops", "safetensors"),
+        ("fla-core==0.6.0", "flash-linear-attention==0.6.0"),
+    ),
     "mamba": (("torch==2.13.0", "jax", "einops"), ()),
     "deltanet-tpu": (("deltanet-tpu==0.3.0", "pip"), ()),
     "jax-linear-attention": (

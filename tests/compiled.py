@@ -1,8 +1,16 @@
-"""The flops of a compiled program and the bytes that go from device to device in it, read from its text."""
+"""What is read from the text of a compiled program: flops, launches, and bytes from device to device."""
 
+import base64
 import functools
 import math
 import re
+
+import jax
+from jax.extend.mlir import ir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from chunkwise.shared import chips
+from chunkwise.shared.testing.tpu import launches, topology_mesh
 
 _NAME = r"%?([\w.\-]+)"
 _RESULT = re.compile(rf"^\s*(?:ROOT )?{_NAME} = \w+\[([\d,]*)\]", re.MULTILINE)
@@ -89,3 +97,48 @@ def traffic(text: str, devices: int) -> list[tuple[str, int]]:
         }[kind]
         found.append((kind, sent))
     return found
+
+
+def compile_over_tokens(fn, tokens, others, chip: str) -> list[str]:
+    """Compile fn(tokens, others) for four chips, with the second axis of `tokens` split over a mesh axis "tokens".
+
+    Args:
+      fn: called with both, under the mesh; it divides itself over `PartitionSpec(None, "tokens")`.
+      tokens, others: trees of ShapeDtypeStruct; all chips have all of `others`.
+      chip: one of CHIPS.
+
+    Returns:
+      The names of the kernels that the compiled program launches.
+    """
+    mesh = topology_mesh(chips.CHIPS[chip].topology, "tokens", 4)
+
+    def place(tree, *axes):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(fn).trace(place(tokens, None, "tokens"), place(others)).lower().compile()
+    # XLA appends a number to names that occur more than once.
+    return sorted(name.partition(".")[0] for name in launches(program.as_text() or ""))
+
+
+def kernel_products(text: str) -> list[list[tuple[str, str, str]]]:
+    """Return the matrix products of every Pallas kernel in a lowered or compiled program's text, in order.
+
+    A product is (type of the left operand, of the right one, precision), such as ("f32", "f32", "fp32") with float32
+    accuracy, or ("bf16", "bf16", "") with one pass; ("f32", "f32", "") may be one bfloat16 pass, too.
+    """
+    # Pallas has no public reader of its kernels.
+    from jax._src.lib import tpu as dialect
+
+    kernels = []
+    for body in re.findall(r'body(?:\\22|"): ?(?:\\22|")([\w+/=]+)', text):
+        context = ir.Context()
+        dialect.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        with context:
+            lines = str(ir.Module.parse(base64.b64decode(body))).splitlines()
+        precision = [m[1] if (m := re.search(r"contract_precision<(\w+)>", line)) else "" for line in lines]
+        operands = [re.search(r"matmul.*: \(vector<[\dx]+x(\w+)>, vector<[\dx]+x(\w+)>", line) for line in lines]
+        kernels.append([(m[1], m[2], p) for m, p in zip(operands, precision, strict=True) if m])
+    return kernels

@@ -10,6 +10,7 @@ import numpy as np
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.testing import compare, conv_norm_oracle
 from chunkwise.shared.testing.inputs import boundaries
+from tests.gradients import gradient_program
 
 # Arrays that are not tokens [B, T, ...]: one entry for every sequence [N, ...], one for every chunk [B, NT, ...].
 STATES = frozenset({"initial_state", "final_state"})
@@ -49,7 +50,7 @@ def assert_isolated(
     results = jax.eval_shape(fn, x, packing)
     rng = np.random.default_rng(7)
     cotangents = {name: jnp.asarray(rng.standard_normal(y.shape), y.dtype) for name, y in results.items()}
-    run = compare.gradient_program(fn)
+    run = gradient_program(fn)
     clean = _numpy(run(x, packing, cotangents))
     for name, value in clean.items():
         assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite before anything is poisoned"

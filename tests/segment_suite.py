@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from chunkwise.shared import chips
 from chunkwise.shared.testing import compare, inputs, oracle, tpu
 from tests import poison
+from tests.gradients import gradient_program
 
 # Padding before, between and after segments, and between two of one id; a segment of one token; one that ends with a
 # chunk of 16; an ordinary row; a row of padding.
@@ -102,7 +103,7 @@ def assert_segments(
         for name, y in jax.eval_shape(fn, x, jnp.asarray(segment_ids)).items()
     }
     nonfinite = inputs.poison_padding(jax.tree.map(jnp.asarray, x), segment_ids=segment_ids)
-    got = compare.gradient_program(fn)(nonfinite, jnp.asarray(segment_ids), cotangents)
+    got = gradient_program(fn)(nonfinite, jnp.asarray(segment_ids), cotangents)
     o, state, gradients = oracle.reference(
         **x, segment_ids=segment_ids, do=cotangents["o"], dht=cotangents.get("final_state"),
     )  # fmt: skip

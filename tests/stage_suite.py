@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from chunkwise.shared import chips
 from chunkwise.shared.testing import cases, compare, inputs, tpu
-from tests import documents, poison, transforms
+from tests import documents, gradients, poison, stage_cases, transforms
 
 Arrays = dict[str, jax.Array]
 
@@ -163,7 +163,7 @@ def assert_gradients(stage: StageSpec, case: cases.Case, implementation: str) ->
     cut = dict(chunk_size=case.chunk_size, cu_seqlens=case.cu_seqlens)
     run, definition = stage.run(implementation, **cut), stage.define(**cut)
     # Padding of ones, not of zeros: its gradients are zeros whatever it holds.
-    compare.assert_gradients(lambda **x: run(x), lambda **x: definition(x), stage.arrays(case, padding=1.0))
+    gradients.assert_gradients(lambda **x: run(x), lambda **x: definition(x), stage.arrays(case, padding=1.0))
 
 
 def assert_isolated(stage: StageSpec, case: cases.Case, implementation: str, *, per_channel: bool = False) -> None:
@@ -196,13 +196,13 @@ class ReferenceTests(OfStage):
     THOROUGH: ClassVar = dict(
         # Plain JAX has a pack; the kernels have rows of float32, and a pack of bfloat16 with gates that forget.
         test_definition=lambda case, implementation: (
-            case not in (cases.CASES[6:7] if implementation == "xla" else cases.CASES[1::6])
+            case not in (stage_cases.CASES[6:7] if implementation == "xla" else stage_cases.CASES[1::6])
         ),
         test_gradients=lambda packed, implementation: not packed or implementation == "xla",
     )
 
     @both
-    @pytest.mark.parametrize("case", cases.CASES, ids=str)
+    @pytest.mark.parametrize("case", stage_cases.CASES, ids=str)
     def test_definition(self, case, implementation):
         x = self.stage.arrays(case)
         self.check(case, x, assert_defined(self.stage, case, implementation, x))
@@ -223,7 +223,7 @@ class IsolationTests(OfStage):
     THOROUGH: ClassVar = dict(test_isolated=lambda implementation, case: implementation == "xla" or not case.lengths)
 
     @both
-    @pytest.mark.parametrize("case", cases.ISOLATION_CASES, ids=str)
+    @pytest.mark.parametrize("case", stage_cases.ISOLATION_CASES, ids=str)
     def test_isolated(self, case, implementation):
         assert_isolated(self.stage, case, implementation)
 
@@ -250,7 +250,7 @@ class GateTests(OfStage):
             compare.assert_close(name, got[name], want, compare.STAGE_TOLERANCE)
 
     @both
-    @pytest.mark.parametrize("case", cases.ISOLATION_CASES, ids=str)
+    @pytest.mark.parametrize("case", stage_cases.ISOLATION_CASES, ids=str)
     def test_isolated_with_gates_per_channel(self, case, implementation):
         """Strong gates would hide the first key of a sequence: all that reads it is decayed to zero."""
         assert_isolated(self.stage, case, implementation, per_channel=True)

@@ -22,12 +22,14 @@ class Launch(NamedTuple):
       steps: how many grid steps the program runs in all; a size of the grid that only the run tells counts as 1.
       operations: how many operations of JAX its body has; an operation in a branch or loop counts once.
       table_bytes: the scalar memory that its tables take.
+      array_bytes: the bytes of the arrays that it reads or writes.
     """
 
     name: str
     steps: int
     operations: int
     table_bytes: int
+    array_bytes: int
 
 
 def _parts(value) -> Iterator[Any]:
@@ -59,7 +61,9 @@ def _walk(jaxpr, times: int) -> Iterator[Launch]:
             steps = times * math.prod(size for size in grid if isinstance(size, int))
             tables = eqn.invars[first : first + mapping.num_index_operands]
             size = sum(tuning.smem_bytes(*x.aval.shape) for x in tables)
-            yield Launch(eqn.params["name"], steps, count_operations(eqn.params["jaxpr"]), size)
+            arrays = [x.aval for x in (*eqn.invars[first + len(tables) :], *eqn.outvars)]
+            moved = sum(x.size * x.dtype.itemsize for x in arrays)
+            yield Launch(eqn.params["name"], steps, count_operations(eqn.params["jaxpr"]), size, moved)
             continue
         repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _inner(eqn):

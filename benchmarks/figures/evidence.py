@@ -1,6 +1,4 @@
-"""Figures that say what the others are worth: the fit of the formula, other people's hosts and tests, reports."""
-
-import json
+"""Figures that say what the others are worth: the fit of the formula, other people's hosts and tests."""
 
 from benchmarks import calibrate
 from benchmarks.figures import tables
@@ -8,25 +6,6 @@ from chunkwise.command import times
 
 # The columns of docs/models.md: what tests showed of a model.
 SHOWN = ("config load save", "cache decode", "packed serving devices", "fine-tuned")
-
-
-@tables.block
-def hardware_reports() -> str:
-    """The reports in docs/data/hardware."""
-    found = {
-        path.name: json.loads(path.read_text()) for path in sorted((tables.ROOT / "docs/data/hardware").glob("*.json"))
-    }
-    columns = {
-        "file": lambda row: f"[{row['name']}](data/hardware/{row['name']})",
-        "device": lambda row: row["device"]["kind"],
-        "JAX": lambda row: row["versions"]["jax"],
-        "chunkwise": lambda row: row["versions"]["chunkwise"],
-        "layers": lambda row: "smaller" if row["small"] else "the models'",
-        "failed": lambda row: tables.whole(sum(not x["passed"] for x in row["check"] + row["times"])),
-    }
-    if not found:
-        return "There is none yet: nobody has sent a report of a TPU or a GPU."
-    return tables.table([row | {"name": name} for name, row in found.items()], columns)
 
 
 def points() -> tuple[list[dict], list[dict]]:

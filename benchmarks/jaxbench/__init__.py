@@ -77,7 +77,7 @@ def estimate(checkout: str, task: str, program: str, chip: str) -> dict:
     build = lambda: (workload(Path(checkout), task, program), shapes)
     with tpu_peers.on_a_tpu():
         known = turns if program == "ours" else None
-        return tpu.figures(build, chip, floor, profile=False, turns=known, auto_layout=False)
+        return tpu.figures(build, chip, floor, turns=known, auto_layout=False)
 
 
 def measure(checkout: Path, timeout: float) -> Iterator[dict]:
@@ -87,4 +87,4 @@ def measure(checkout: Path, timeout: float) -> Iterator[dict]:
         for chip in CHIPS:
             for program in ("reference", "ours"):
                 code = f"from benchmarks.jaxbench import estimate; estimate({str(checkout)!r}, {task!r}, {program!r}, "
-                yield dict(task=task, program=program, chip=chip) | tpu.first_result([f"{code}{chip!r})"], timeout)
+                yield dict(task=task, program=program, chip=chip) | tpu.result(f"{code}{chip!r})", timeout)

@@ -9,8 +9,9 @@ import pytest
 
 from chunkwise.shared.call.gates import GateActivation, check_gate_activation, decays, step_sizes
 from chunkwise.shared.kernels.gate_activation import Softplus
-from chunkwise.shared.testing.compare import assert_close, assert_gradients
+from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
+from tests.gradients import assert_gradients
 from tests.laws import law_reference, raw_inputs
 
 LAWS = [(None, True), (None, False), (-5.0, True)]

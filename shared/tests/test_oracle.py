@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing.compare import assert_close, numeric_gradients
+from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
 from chunkwise.shared.testing.oracle import reference
+from tests.gradients import numeric_gradients
 
 OPERATORS = ["gdn", "kda", "simple_gla", "gla", "gamma", "gamma_and_g"]
 

@@ -23,14 +23,14 @@ def ragged(q, k, v, states, state_indices, *, num_decodes=0):
 
 
 def test_the_function_is_its_signature():
-    made = signature.of(run)(chunk)
+    made = signature.public_function(run)(chunk)
     assert inspect.isfunction(made)
     assert inspect.signature(made) == inspect.signature(chunk)
     assert (made.__name__, made.__doc__) == ("chunk", chunk.__doc__)
 
 
 def test_records_by_name():
-    made = signature.of(run)(chunk)
+    made = signature.public_function(run)(chunk)
     options = Options(use_qk_l2norm_in_kernel=True, activation=GateActivation(lower_bound=-5.0))
     got = made(1, 2, v=3, scale=4, use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
     assert got == (Arguments(1, 2, 3, scale=4), options, "xla")
@@ -38,7 +38,7 @@ def test_records_by_name():
 
 def test_a_size_of_chunks_in_the_place_of_the_scale():
     """A scale by name, or of another value, is what it says."""
-    made = signature.of(run)(chunk)
+    made = signature.public_function(run)(chunk)
     with pytest.warns(UserWarning, match=r"^`scale` is 64 by position, where transformers has `chunk_size`") as caught:
         made(1, 2, 3, 64)
     assert caught[0].filename == __file__
@@ -49,7 +49,7 @@ def test_a_size_of_chunks_in_the_place_of_the_scale():
 
 def test_a_pool_is_the_initial_state():
     x = Arguments(1, 2, 3, initial_state=4, slots=Slots(5, num_decodes=0))
-    assert signature.of(run)(ragged)(1, 2, 3, 4, 5) == (x, Options(output_final_state=True), None)
+    assert signature.public_function(run)(ragged)(1, 2, 3, 4, 5) == (x, Options(output_final_state=True), None)
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_a_pool_is_the_initial_state():
 )  # fmt: skip
 def test_wrong_calls(args, more, message):
     with pytest.raises(TypeError, match=re.escape(message)):
-        signature.of(run)(chunk)(*args, **more)
+        signature.public_function(run)(chunk)(*args, **more)

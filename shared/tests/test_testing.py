@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.shared.testing.cases import CASES
-from chunkwise.shared.testing.compare import assert_close, assert_gradients, error
+from chunkwise.shared.testing.compare import assert_close, error
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, poison_padding, spec
+from tests.gradients import assert_gradients
+from tests.stage_cases import CASES
 from tests.transforms import assert_traced_once
 
 

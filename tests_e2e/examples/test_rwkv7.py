@@ -29,7 +29,7 @@ NAMES = """
     x_r x_w x_k x_v x_a x_g w0 w1 w2 a0 a1 a2 v0 v1 v2 g1 g2 k_k k_a r_k receptance.weight key.weight value.weight
     output.weight ln_x.weight ln_x.bias
 """.split()  # noqa: SIM905
-THOROUGH = dict(test_layer=lambda implementation: implementation == "fused")
+THOROUGH = dict(test_model=True, test_layer=lambda implementation: implementation == "fused")
 SHOWS = dict(test_layer=[Shown("rwkv7_attention", "config load cache decode", "rwkv_x070")])
 
 

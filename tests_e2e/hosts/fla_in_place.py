@@ -26,7 +26,7 @@ OPERATORS = {
     "kda": ("kda", ("g", "beta")),
     "gdn2": ("gdn2", ("g", "b", "w")),
     "comba": ("comba", ("p", "g", "beta")),
-    "delta_rule": ("gated_delta_rule", ("beta",)),
+    "delta_rule": ("delta_rule", ("beta",)),
     "gla": ("gla", ("g",)),
     "simple_gla": ("simple_gla", ("g",)),
     "retention": ("simple_gla", ()),

@@ -17,19 +17,19 @@ import numpy as np
 
 from chunkwise.integrations import sglang_jax
 from chunkwise.integrations.sglang_jax import operators
-from tests_e2e.hosts.host import count_calls
+from tests_e2e.hosts.host import count_calls, count_places
 
 
 class Options(NamedTuple):
     """What a run is.
 
     Attributes:
-      model: "qwen3_5" or "kimi_linear".
+      model: a key of `MODELS`.
       ours: whether `sglang_jax.install` is called first.
       dtype: of weights and hidden states.
       prefixes: whether states of prefixes are kept, and prompts go on from them.
       devices: over which heads are divided.
-      processes: whether scheduler and tokenizer are processes, and whether prefills are SGLang-JAX's default ones.
+      processes: whether scheduler and tokenizer are processes.
     """
 
     model: str
@@ -63,6 +63,13 @@ KIMI_LINEAR = dict(
     linear_attn_config=dict(
         full_attn_layers=[4], kda_layers=[1, 2, 3], head_dim=128, num_heads=2, short_conv_kernel_size=4
     ),
+)  # fmt: skip
+LING = dict(
+    architectures=["BailingMoeV2_5ForCausalLM"], model_type="bailing_hybrid", tie_word_embeddings=False,
+    vocab_size=VOCABULARY, hidden_size=D, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4,
+    head_dim=128, intermediate_size=INNER, rms_norm_eps=1e-6, hidden_act="silu", layer_group_size=4, num_experts=1,
+    full_attention_type="gqa", use_qk_norm=True, group_norm_size=2, partial_rotary_factor=0.5, rope_theta=1e4,
+    max_position_embeddings=2048,
 )  # fmt: skip
 
 
@@ -155,7 +162,27 @@ def weights_kimi_linear(draw):
     return w
 
 
-MODELS = {"qwen3_5": (QWEN3_5, weights_qwen3_5), "kimi_linear": (KIMI_LINEAR, weights_kimi_linear)}
+def weights_ling(draw):
+    """Return random weights under the names of a checkpoint of Ling 2.5."""
+    H, size = LING["num_attention_heads"], LING["head_dim"]
+    w = weights_around(draw, "model", 1)
+    w["model.word_embeddings.weight"] = w.pop("model.embed_tokens.weight")
+    for i in range(LAYERS):
+        a, linear = f"model.layers.{i}.attention", (i + 1) % LING["layer_group_size"] > 0
+        w |= {
+            f"{a}.query_key_value.weight": draw.matrix(3 * H * size, D),
+            f"{a}.dense.weight": draw.matrix(D, H * size),
+        }
+        w |= {f"{a}.{name}_layernorm.weight": draw.near(1, size) for name in ("query", "key")}
+        if linear:
+            w |= {f"{a}.g_proj.weight": draw.matrix(H * size, D), f"{a}.g_norm.weight": draw.near(1, H * size)}
+    return w
+
+
+MODELS = {
+    "qwen3_5": (QWEN3_5, weights_qwen3_5), "kimi_linear": (KIMI_LINEAR, weights_kimi_linear),
+    "ling": (LING, weights_ling),
+}  # fmt: skip
 # Three short prompts, one of a chunk, and two that are read in several chunks; states of prefixes are kept every chunk.
 LENGTHS, CHUNK, PAGE, GENERATED = (5, 17, 64, 100, 150, 3), 64, 16, 24
 
@@ -178,11 +205,13 @@ def scheduler_on_a_cpu(*arguments):
 def main(o: Options, result: Path) -> None:
     """Generate greedily for prompts, for the same again, for their second turns, and for other prompts."""
     mend_for_cpus()
-    calls = collections.Counter()
-    for name in ("ragged_gated_delta_rule", "ragged_kda"):
+    calls, places, replaced = collections.Counter(), collections.Counter(), []
+    for name in ("ragged_gated_delta_rule", "ragged_kda", "ragged_simple_gla"):
         count_calls(operators, name, calls, lambda step: ", decode" if step["num_decodes"] else ", prefill")
     if o.ours:
-        sglang_jax.install()
+        put_back = sglang_jax.install()
+        count_places(put_back, places)
+        replaced = [place.name for place in put_back.places]
     from sgl_jax.srt.entrypoints import engine as entry
 
     if o.processes:
@@ -202,7 +231,7 @@ def main(o: Options, result: Path) -> None:
             max_running_requests=8, max_recurrent_state_size=32, max_prefill_tokens=256, disable_precompile=True,
             random_seed=0, tp_size=o.devices, precompile_token_paddings=[64, 256], precompile_bs_paddings=[8],
             context_length=1024, max_seq_len=1024, disable_overlap_schedule=True, mem_fraction_static=0.3,
-            watchdog_timeout=3000, **({} if o.processes else dict(gdn_prefill_impl="chunked_jax")),
+            watchdog_timeout=3000, **({} if o.ours else dict(gdn_prefill_impl="chunked_jax")),
             **(prefixes if o.prefixes else dict(disable_radix_cache=True)),
         )  # fmt: skip
     sampling, runs, seconds = dict(temperature=0.0, max_new_tokens=GENERATED, ignore_eos=True), {}, {}
@@ -225,7 +254,7 @@ def main(o: Options, result: Path) -> None:
     turns = [p + x["tokens"] + [7, 8, 9] for p, x in zip(prompts, runs["prompts"], strict=True)]
     generate("second turns", turns)
     generate("others", others)
-    result.write_text(json.dumps(dict(runs=runs, seconds=seconds, calls=calls)))
+    result.write_text(json.dumps(dict(runs=runs, seconds=seconds, calls=calls, places=places, replaced=replaced)))
     sys.stdout.flush()
     engine.shutdown()
     os._exit(0)

@@ -3,6 +3,8 @@
 Each run is a process of its own with a tiny random model, which answers four batches of six requests greedily.
 """
 
+import functools
+
 import pytest
 
 from tests_e2e.hosts.host import run_whole
@@ -14,15 +16,18 @@ RUNS = {
     "Kimi-Linear, float32, prefixes kept": dict(model="kimi_linear", prefixes=True),
     "Kimi-Linear, float32, two devices": dict(model="kimi_linear", devices=2),
     "Kimi-Linear, bfloat16, prefixes kept": dict(model="kimi_linear", prefixes=True, dtype="bfloat16"),
+    "Ling 2.5, float32": dict(model="ling"),
+    "Ling 2.5, float32, two devices": dict(model="ling", devices=2),
 }
-OPERATORS = {"qwen3_5": "ragged_gated_delta_rule", "kimi_linear": "ragged_kda"}
+OPERATORS = {"qwen3_5": "ragged_gated_delta_rule", "kimi_linear": "ragged_kda", "ling": "ragged_simple_gla"}
 
 
+@functools.cache
 def run(ours, **options):
     """Return what the engine answers. Its pools of inputs of convolutions are bfloat16 unless it is told otherwise."""
     types = {"SGLANG_JAX_CONV_STATE_DTYPE": "float32"} if options.get("dtype") != "bfloat16" else {}
-    # Its prefill of Kimi delta attention is a kernel for TPUs.
-    interpreted = {"PALLAS_INTERPRET": "1"} if options["model"] == "kimi_linear" and not ours else {}
+    # Its prefills of the other models are kernels for TPUs.
+    interpreted = {"PALLAS_INTERPRET": "1"} if options["model"] != "qwen3_5" and not ours else {}
     return run_whole("sglang_jax_engine", options | dict(ours=ours), **types, **interpreted)
 
 
@@ -70,8 +75,15 @@ def test_the_engine(name, record):
     assert row["same_tokens"] == row["tokens"]
 
 
+def test_the_engine_calls_all_that_is_replaced():
+    found = [run(True, **options) for name, options in RUNS.items() if name.endswith(("32", "32, prefixes kept"))]
+    called = {name for each in found for name in each["places"]}
+    # The last name is what a process of a scheduler runs: see `test_processes`.
+    assert called | {"run_scheduler_process"} == {*found[0]["replaced"]}
+
+
 def test_processes():
-    """With SGLang-JAX's default processes, and the prefill that is its default and refuses CPUs, ours runs as well."""
+    """With SGLang-JAX's default processes ours runs as well: its own default prefill refuses CPUs."""
     threads, processes = (run(True, model="qwen3_5", processes=x) for x in (False, True))
     found = agreement(threads, processes)
     assert found["same_tokens"] == found["tokens"]

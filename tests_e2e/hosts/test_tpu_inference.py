@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from benchmarks import decode_mixer
-from benchmarks.mixer import Mixer
 from benchmarks.step import MIXTURES
+from chunkwise.command.models import Layer
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
 from tests_e2e.hosts.host import beside, load, module_of, on_v6e, path_of, run_whole
@@ -209,7 +209,7 @@ def test_temporaries_on_v6e(form):
 def test_bundles_of_a_decode(H, HV, record):
     """Both have the convolution, the gates and the rule of 64 decodes over a bfloat16 pool; ours has the norm too."""
     theirs = run_whole("tpu_inference_bundles", dict(H=H, HV=HV, chip="v6e"))
-    mixer = Mixer("gated_delta_rule", H=H, HV=HV)
+    mixer = Layer("gated_delta_rule", H=H, HV=HV)
     ours = decode_mixer.estimate(mixer, MIXTURES["decode-64-bfloat16"], "v6e", timeout=600)
     row = dict(theirs=theirs["bundles"] / theirs["sequences"], ours=ours["decode_bundles"] / 64)
     record("tpu-inference", f"a decode, {H} / {HV} heads, v6e", jax=theirs["jax"], bundles=row)

@@ -43,7 +43,7 @@ def load_kernel():
 def main(o: Options, result: Path) -> None:
     """Compile 64 decodes, and count the bundles of a sequence."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
-        compiler.setup(tpu.dump_flags(folder, profile=False))
+        compiler.setup(tpu.dump_flags(folder))
         spec = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
         integers = lambda n: spec(n, dtype=jnp.int32)
         channels, N = 2 * o.H * K + o.HV * K, SEQUENCES

@@ -64,13 +64,6 @@ def test_divisions(kind, mode, spec):
     jax.tree.map(lambda y, z: assert_close("result", y, z, 1e-5), got, want)
 
 
-def test_no_gate_on_a_mesh():
-    x, mesh = make_product_inputs(*SIZES) | dict(g=None), make_mesh((2,), "explicit")
-    want = chunk_gated_delta_product(**x, num_householder=2)[0]
-    placed = {name: y if y is None else jax.device_put(y, NamedSharding(mesh, P("a"))) for name, y in x.items()}
-    assert_close("o", chunk_gated_delta_product(**placed, num_householder=2)[0], want, 1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_context_axis(kind):
     """The boundaries count the tokens of q on all devices; the padding is NaN, also where gates are raw."""

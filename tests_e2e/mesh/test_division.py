@@ -53,12 +53,6 @@ def test_operators(name, implementation):
     assert_divided(name, implementation, make_mesh((2, 2), "explicit"), P("a", None, "b"), "explicit", x)
 
 
-def test_segments_over_rows():
-    x, ids = inputs_of("chunk_gla", B=2, T=20), np.repeat([[0, 0, 1, -1, 2], [-1, 3, 3, 3, 1]], 4, axis=1)
-    fixed = {"segment_ids": jnp.asarray(ids, jnp.int32)}
-    assert_divided("chunk_gla", "xla", make_mesh((2,), "explicit"), P("a"), "explicit", x, fixed)
-
-
 @pytest.mark.parametrize("key_heads", [None, "a", ("a", "b")])
 def test_key_heads_may_be_split_by_the_caller(key_heads):
     """By the first of the axes of the value heads, by all, or not at all."""

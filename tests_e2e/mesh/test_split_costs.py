@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.compare import with_gradients
-from tests.compiled import product_flops
+from tests.compiled import compile_over_tokens, product_flops
 from tests_e2e.mesh.meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]
@@ -74,5 +74,5 @@ def test_launches_of_the_chain(name):
 
 def launches(f, tokens) -> collections.Counter:
     """Return how often every kernel is launched on a TPU, by its name."""
-    names = tpu.compile_over_tokens(f, tokens, {}, "v6e")
+    names = compile_over_tokens(f, tokens, {}, "v6e")
     return collections.Counter(re.sub(r"_c\d+.*", "", name) for name in names)

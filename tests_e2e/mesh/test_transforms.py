@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import assert_close, with_gradients
 from tests.compiled import traffic
 from tests_e2e.mesh.meshes import MODES, P, cotangents_of, inputs_of, make_mesh, place, run_of, spec_of
@@ -69,13 +68,6 @@ def test_vmap_over_a_split_axis():
     assert_close("o", program(jax.device_put(x, places)), want, 1e-5)
     # The state after the first device, for its part of what is mapped: B = 2, HV = 4, K = V = 8.
     assert traffic(program.as_text(), mesh.size) == [("collective-permute", 4 * 2 * 4 * 8 * 8)]
-
-
-def test_remat():
-    x, cotangents, want = example()
-    run, _ = divided(DIVISIONS["tokens"])
-    got = jax.jit(with_gradients(lambda x, _: jax.checkpoint(run)(x)))(x, {}, cotangents)
-    assert_same(got, want)
 
 
 @pytest.mark.parametrize("spec", DIVISIONS.values(), ids=DIVISIONS)
@@ -145,12 +137,3 @@ def test_inside_a_shard_map_over_some_axes(held, mode, check_vma):
         x, cotangents = (place(y, mesh, spec) for y in (x, cotangents))
     with jax.set_mesh(mesh):
         assert_same(jax.jit(with_gradients(lambda x, _: run(x)))(x, {}, cotangents), want)
-
-
-def test_shard_map_of_the_caller_over_all_axes():
-    """There is nothing left to divide."""
-    x, _, want = example()
-    mesh = make_mesh((2,), "explicit")
-    run = jax.shard_map(lambda x: chunk_gated_delta_rule(**x)[0], mesh=mesh, in_specs=P("a"), out_specs=P("a"))
-    placed = {n: jax.device_put(y, NamedSharding(mesh, P("a"))) for n, y in x.items()}
-    assert_close("o", jax.jit(run)(placed), want["o"], 1e-6)

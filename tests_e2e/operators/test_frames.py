@@ -74,7 +74,7 @@ def test_the_serving_step_of_a_layer():
     frames = frames_of_launches(
         lambda: ragged_gated_delta_net(jnp.ones((1, 32, 32)), weights, SERVED, pool, step, implementation="fused")
     )
-    together = [names for names in frames if "one_after_the_other" not in names]
+    together = [names for names in frames if "by_operators" not in names]
     assert {len(names) for names in together} == {7}
     assert len(max(frames, key=len)) <= 16, max(frames, key=len)
 

@@ -126,7 +126,7 @@ def commands() -> list:
 def test_first_screen():
     """The README begins with models and devices, with what sets everything up and tests it, and with a call."""
     screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:46])
-    install, tests = "python -m pip install . && chunkwise demo", "python -m pip install nox && python -m nox"
+    install, tests = "python -m pip install . && chunkwise demo", "python -m pip install nox uv && python -m nox"
     kinds = [kind for kind, _ in BLOCK.findall(screen)]
     assert kinds == ["sh", "python", ""]
     assert BLOCK.findall(screen)[0][1] == f"{install}\n{tests}\n"

@@ -15,7 +15,6 @@ def benchmarks(monkeypatch):
     monkeypatch.setitem(CASES, "small", Layer("gated_delta_rule", H=1, HV=2, K=8, V=8, T=64))
     monkeypatch.setitem(CASES, "ragged", Layer("simple_gla", H=1, HV=1, K=8, V=8, T=48, sequences=3, ragged=True))
     monkeypatch.setitem(CASES, "packed", Layer("kda", H=1, HV=1, K=8, V=8, T=48, sequences=3))
-    monkeypatch.setattr("benchmarks.timing.machine_peaks", lambda dtype: (1e9, 1e9))
     return command
 
 

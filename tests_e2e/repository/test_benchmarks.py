@@ -11,14 +11,11 @@ import pytest
 
 from benchmarks import accuracy, step
 from benchmarks.cases import CASES, COMPOSED, Composed
-from benchmarks.mixer import MIXERS, Mixer
 from benchmarks.step import MIXTURES, Mixture, moved_bytes
 from chunkwise.command.models import Layer
-from chunkwise.shared.testing import conv_norm_oracle
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.oracle import reference
-from tests.laws import law_reference
 
 THOROUGH = dict(
     test_time=lambda arguments: "--backward" in arguments,
@@ -38,7 +35,6 @@ def test_time(run, arguments, capsys):
     assert ours["memory_mib"] > 0
     assert ours["compile_s"] > 0
     assert ours["x scan"] == pytest.approx(rows[-1]["median_ms"] / ours["median_ms"])
-    assert ours["tflop_s"] * ours["median_ms"] == pytest.approx(rows[-1]["tflop_s"] * rows[-1]["median_ms"])
 
 
 def test_time_of_sequences_of_different_lengths(run):
@@ -68,46 +64,6 @@ def test_cost_is_the_packages():
     assert gdn.cost(128, jnp.bfloat16, backward=True)[0] == 3 * forward
     for case in CASES.values():
         for one, both in zip(*(case.cost(256, jnp.bfloat16, backward) for backward in (False, True)), strict=True):
-            assert 0 < one < both
-
-
-def small_mixer(operator, **options):
-    return Mixer(operator, **dict(H=1, HV=2, K=8, V=8, T=16) | options)
-
-
-@pytest.mark.parametrize(("operator", "activation"), [("gated_delta_rule", "silu"), ("kda", "sigmoid")])
-def test_mixer(operator, activation):
-    """In plain JAX; the other implementations are those of the parts, which have tests."""
-    mixer = small_mixer(operator, activation=activation)
-    rng = np.random.default_rng(0)
-    draw = lambda y: jnp.asarray(rng.standard_normal(y.shape), y.dtype)
-    x = {name: draw(y) for name, y in mixer.specs(mixer.T, jnp.float32).items()}
-    o = jax.jit(mixer.function("xla"))(x, None)["o"]
-    exact = {name: np.asarray(y, np.float64) for name, y in x.items()}
-    heads = dict(q=mixer.H, k=mixer.H, v=mixer.HV)
-    tokens = {
-        name: conv_norm_oracle.causal_conv1d(exact[name], exact[f"conv_{name}"], name="silu")[0].reshape(1, 16, n, 8)
-        for name, n in heads.items()
-    }
-    gates = exact["g"].reshape(1, 16, *x["dt_bias"].shape)
-    laws, _ = law_reference(gates, *(exact[name] for name in ("beta", "A_log", "dt_bias")))
-    want, _ = reference(**tokens, **laws, use_qk_l2norm_in_kernel=True)
-    z = exact["z"].reshape(want.shape)
-    assert_close("o", o, conv_norm_oracle.rms_norm_gated(want, z, exact["norm"], name=activation), TOLERANCE["float32"])
-
-
-def test_the_cost_of_a_mixer_is_that_of_its_parts():
-    T, H, HV, K, V, W, size = 64, 1, 2, 8, 8, 4, 2
-    mixer, operator = small_mixer("gated_delta_rule"), Layer("gated_delta_rule", H=H, HV=HV, K=K, V=V)
-    convolved, rows = T * (2 * H * K + HV * V), T * HV
-    for backward, times, moved, norm, moved_by_norm in ((False, 1, 2, 8, 3), (True, 1 + 3, 2 + 3, 8 + 20, 3 + 5)):
-        flops, bytes_moved = operator.cost(T, jnp.bfloat16, backward)
-        assert mixer.cost(T, jnp.bfloat16, backward) == (
-            flops + 2 * W * convolved * times + rows * V * norm,
-            bytes_moved + size * (convolved * moved + rows * V * moved_by_norm),
-        )
-    for mixer in MIXERS.values():
-        for one, both in zip(*(mixer.cost(256, jnp.bfloat16, way) for way in (False, True)), strict=True):
             assert 0 < one < both
 
 

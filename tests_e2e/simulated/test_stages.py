@@ -8,6 +8,7 @@ import pytest
 from chunkwise import causal_conv1d, chunk_h, chunk_o, cumsum, kkt, norm_gated, solve_tril, wy_fast
 from chunkwise.pipeline import stages
 from chunkwise.shared.testing import cases, compare, stage_oracle
+from tests.gradients import numeric_gradients
 
 C = 16
 STAGES = {stage.name: stage for stage in (*stages.STAGES, *stages.PARTS)}
@@ -60,7 +61,7 @@ def test_gradients(stage, batch, cores):
     (gradients,) = pull({name: jnp.asarray(y, results[name].dtype) for name, y in cotangents.items()})
     definition = lambda **x: [stage.define(x, C, case.cu_seqlens)[name] for name in results]
     finite = {name: jnp.nan_to_num(y) for name, y in x.items()}
-    for name, want in compare.numeric_gradients(definition, finite, list(cotangents.values())).items():
+    for name, want in numeric_gradients(definition, finite, list(cotangents.values())).items():
         compare.assert_close(f"d{name}", gradients[name], want, compare.GRADIENT_TOLERANCE["float32"])
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from chunkwise.causal_conv1d import Config, causal_conv1d, causal_conv1d_update
 from chunkwise.shared.testing import conv_norm_oracle
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, numeric_gradients
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
+from tests.gradients import numeric_gradients
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def test_no_forward_mode():
 
 def test_types():
     """TPU kernels take no float16."""
-    assert not slot_kernel.takes(jnp.zeros((2, 3, 8), jnp.float16))
+    assert not slot_kernel.supports(jnp.zeros((2, 3, 8), jnp.float16))
 
 
 def test_more_slots_than_scalar_memory_holds():

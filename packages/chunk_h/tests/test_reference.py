@@ -7,11 +7,12 @@ import pytest
 
 from chunkwise.chunk_h import chunk_fwd_h, chunk_gated_delta_rule_fwd_h
 from chunkwise.shared.testing import stage_oracle
-from chunkwise.shared.testing.cases import ISOLATION_CASES, Case
+from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, STAGE_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
 from tests.poison import assert_isolated
+from tests.stage_cases import ISOLATION_CASES
 
 THOROUGH = dict(
     test_linear_attention=lambda kind, case, implementation: (

@@ -5,8 +5,8 @@ import pytest
 
 from chunkwise.cumsum import chunk_local_cumsum
 from chunkwise.shared.testing import stage_oracle
-from chunkwise.shared.testing.cases import CASES
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE
+from tests.stage_cases import CASES
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])

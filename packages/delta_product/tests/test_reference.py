@@ -23,7 +23,6 @@ from tests.composition_suite import (
     assert_values_and_gradients,
     implementations,
 )
-from tests.traced import launches
 
 THOROUGH = dict(
     test_other_numbers_of_steps=lambda n, implementation: (n, implementation) == (4, "fused"),
@@ -101,25 +100,3 @@ def test_raw_gates(form):
     loss = lambda run: jax.jit(jax.grad(lambda x, raw: jnp.sum(jnp.sin(run(x, raw))), argnums=(0, 1)))
     found, want = loss(inside)(poison_padding(x, **fixed), raw), loss(outside)(x, raw)
     jax.tree.map(lambda y, z: assert_close("gradient", y, z, 1e-5), found, want)
-
-
-def test_no_gate():
-    """DeltaProduct is gates of zeros."""
-    x = make_product_inputs(1, 20, 1, 2, 8, 8)
-    o = chunk_gated_delta_product(**x | dict(g=None), num_householder=2)[0]
-    want = chunk_gated_delta_product(**x | dict(g=jnp.zeros_like(x["g"])), num_householder=2)[0]
-    np.testing.assert_array_equal(o, want)
-
-
-def test_nothing_is_made_again():
-    """The states of the kernels' forward are kept: the gradients are the same bits, and no launch makes the states."""
-    x = make_product_inputs(1, 20, 1, 2, 8, 8)
-
-    def gradients(disable_recompute):
-        run = lambda x: chunk_gated_delta_product(
-            **x, num_householder=2, chunk_size=16, implementation="fused", disable_recompute=disable_recompute
-        )[0]
-        return lambda x: jax.vjp(run, x)[1](x["v"][:, ::2])
-
-    assert [x.name.split("_")[4] for x in launches(gradients(True), x)] == ["fwd", "bwd"]
-    jax.tree.map(np.testing.assert_array_equal, gradients(True)(x), gradients(False)(x))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.dplr import chunk_dplr_delta_rule, chunk_rwkv7, ragged_dplr_delta_rule, recurrent_dplr_delta_rule
+from chunkwise.dplr import chunk_dplr_delta_rule, chunk_rwkv7, recurrent_dplr_delta_rule
 from chunkwise.shared.testing.inputs import spec
 
 KEY = spec(1, 4, 1, 8)
@@ -35,15 +35,3 @@ def test_errors(function, wrong, message):
 def test_errors_of_rwkv7_have_its_names(name, label):
     with pytest.raises(ValueError, match=re.escape(f"`{name}` must have shape [{label}]; got (1, 4).")):
         chunk_rwkv7(**RWKV | {name: spec(1, 4)})
-
-
-def test_a_pool_with_too_small_a_ring():
-    from chunkwise.shared.serving.state_pool import make_pool
-
-    x = {name: jnp.zeros(y.shape) for name, y in X.items()}
-    pool = make_pool(6, 2, 8, 8, replay=3, H=1, per_channel=True)
-    message = "`decode_tokens` must be at most 1, because every token takes 2 of the 3 tokens of the ring; got 2."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ragged_dplr_delta_rule(
-            **x, states=pool, cu_seqlens=np.array([0, 2, 4]), state_indices=np.arange(2), num_decodes=2, decode_tokens=2
-        )

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from chunkwise.fused_gdn import Config, chunk_gated_delta_rule
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu
+from tests.compiled import compile_over_tokens, kernel_products
 from tests.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not tpu.has_libtpu(), reason="libtpu is not installed")]
@@ -32,7 +33,7 @@ def assert_float32_accuracy(text, tensors):
     The products of the inverse are of bfloat16 parts, three for float32 tensors and two for bfloat16 ones: a CPU
     multiplies these as a TPU does, so what tests of the inverse and of repeated keys measure holds there too.
     """
-    for kernel in tpu.kernel_products(text):
+    for kernel in kernel_products(text):
         assert set(kernel) <= {("f32", "f32", "fp32"), ("bf16", "bf16", "")}
         assert (("f32", "f32", "fp32") if tensors == jnp.float32 else ("bf16", "bf16", "")) in kernel
     assert not re.search(r" (dot|convolution)\(", text), "no products but those of the kernels"
@@ -152,6 +153,6 @@ def test_split_tokens(dtype, chip):
         results, pull = jax.vjp(jax.checkpoint(forward, policy=KEEPING), x, state)
         return results, pull(results)
 
-    launches = tpu.compile_over_tokens(run, specs(2048, 2, 4, 64, 100, dtype), others, chip)
+    launches = compile_over_tokens(run, specs(2048, 2, 4, 64, 100, dtype), others, chip)
     kinds = "bwd", "bwd_state", "fwd", "states", "summary"
     assert launches == [f"chunk_gated_delta_rule_{kind}_c64" for kind in kinds]

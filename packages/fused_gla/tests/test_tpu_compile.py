@@ -10,7 +10,8 @@ from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, has_libtpu, kernel_products
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
+from tests.compiled import kernel_products
 from tests.either_gla import chunk_either_gla
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]

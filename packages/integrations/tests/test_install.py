@@ -133,6 +133,21 @@ def test_install_refuses_a_host_whose_layer_has_moved(monkeypatch, moved):
     assert_refused(AttributeError, f"{SEAM}.chunk_gated_delta_rule must be read where it is replaced; nothing reads it")
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_install_refuses_a_host_with_a_copy(monkeypatch, read):
+    """Another module that has imported a name calls the old function; one that only passes it on does not."""
+    with_functions(monkeypatch, SEAM, FUNCTIONS)
+    elsewhere = "levanter.models.hybrid"
+    with_functions(monkeypatch, elsewhere, FUNCTIONS[:1] if read else ("other",))
+    setattr(sys.modules[elsewhere], FUNCTIONS[0], getattr(sys.modules[SEAM], FUNCTIONS[0]))
+    if read:
+        assert_refused(
+            AttributeError, f"{FUNCTIONS[0]} must be replaced before other modules import it; {elsewhere} has"
+        )
+    else:
+        levanter.install()()
+
+
 @pytest.mark.parametrize("decorated", ["method", "wrapped", "closure", "partial", "static"])
 def test_install_finds_a_layer_behind_decorators(monkeypatch, decorated):
     with_functions(monkeypatch, SEAM, FUNCTIONS)

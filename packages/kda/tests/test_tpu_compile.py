@@ -8,8 +8,9 @@ from jax.sharding import PartitionSpec
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing.inputs import spec
-from chunkwise.shared.testing.tpu import compile_for, compile_over_tokens, has_libtpu
+from chunkwise.shared.testing.tpu import compile_for, has_libtpu
 from tests.compilation import compile_gradient, tokens
+from tests.compiled import compile_over_tokens
 from tests.transforms import KEEPING
 
 pytestmark = [pytest.mark.tpu, pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")]

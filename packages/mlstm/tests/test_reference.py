@@ -164,25 +164,3 @@ def test_stabilisers_need_no_gradient():
     want, without = of(fixed=lambda m: m), of()
     for name in set(want) - {"initial_state"}:
         assert_close(f"d{name}", without[name], want[name], 1e-12)
-
-
-def test_in_parts():
-    """A sequence in two calls has the results and the gradients of one call."""
-    x, cotangent = make(T=40, states=1), make(T=40)["v"]
-    part = lambda x, tokens: {name: y if name == "initial_state" else y[:, tokens] for name, y in x.items()}
-
-    def split(x):
-        first, state = chunk_mlstm(**part(x, slice(17)), output_final_state=True)
-        rest: Any = part(x, slice(17, None)) | dict(initial_state=state)
-        return jnp.concatenate([first, chunk_mlstm(**rest)[0]], axis=1)
-
-    @jax.jit
-    def run(x):
-        found, pull = jax.vjp(split, x)
-        return found, pull(cotangent)[0]
-
-    o, _, want = definitions.reference(definitions.MLSTM, x, do=cotangent)
-    found, gradients = run(x)
-    assert_close("o", found, o, 1e-5)
-    for got, expected in zip(*map(jax.tree.leaves, (gradients, want)), strict=True):
-        assert_close("gradient", got, expected, 1e-4)

@@ -9,7 +9,8 @@ import pytest
 
 from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.shared.testing import conv_norm_oracle
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, numeric_gradients
+from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close
+from tests.gradients import numeric_gradients
 
 # The last axis of several sizes: parts of a register, whole ones, several; a row that is one group; rows past a block.
 SHAPES = [(2, 5, 3, 64), (1, 40, 4, 96), (2, 9, 2, 128), (1, 70, 2, 192), (1, 3, 2, 256), (3, 200), (64,), (2, 3, 70)]

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise.pipeline import check_inputs
-from chunkwise.pipeline.operators import CHUNKED, OPERATORS
+from chunkwise.pipeline.operators import CHUNKED, COMPOSITIONS, OPERATORS
 from chunkwise.shared.testing.inputs import (
     NOT_TOKENS,
     make_dplr_inputs,
@@ -40,7 +40,9 @@ def under_jit(x):
 
 def put(x, name, index, value):
     """Return inputs of an operator with another number somewhere."""
-    return x | {name: x[name].at[index].set(value)}
+    changed = np.array(x[name])
+    changed[index] = value
+    return x | {name: jnp.asarray(changed)}
 
 
 RANGE = "`beta` must be from 0 to 1, or to 2 with `allow_neg_eigval`; got"
@@ -231,10 +233,10 @@ WRONG_COMPOSED = {
     "`f` must have shape [B, T, HV] = (2, 6, 2); got (2, 6, 1).": MLSTM | dict(f=MLSTM["f"][:, :, :1]),
     "`B` must be finite; got nan at [1, 2, 0, 3].": put(MAMBA2, "B", (1, 2, 0, 3), jnp.nan),
     "`dt` must be finite; got inf at [0, 1, 1].": put(MAMBA2, "dt", (0, 1, 1), jnp.inf),
-    "`dt` must be at least 0 without `dt_softplus`; got -1 at [0, 1, 1].": put(
+    "`dt` must be from 0 to inf; got -1 at [0, 1, 1].": put(
         MAMBA2 | dict(dt=jnp.ones((B, T, HV)), dt_bias=None, dt_softplus=False), "dt", (0, 1, 1), -1.0
     ),
-    "`A` must be at most 0, minus the rate of a decay; got 0.5 at [1].": put(MAMBA2, "A", (1,), 0.5),
+    "`A` must be from -inf to 0; got 0.5 at [1].": put(MAMBA2, "A", (1,), 0.5),
     "`D` must have shape [HV, V] = (2, 4); got (2, 3).": MAMBA2 | dict(D=MAMBA2["D"][:, :3]),
     "`k` must be finite; got nan at [1, 11, 0, 3].": put(PRODUCT, "k", (1, 11, 0, 3), jnp.nan),
     f"{RANGE} 1.5 at [0, 7, 1].": put(PRODUCT, "beta", (0, 7, 1), 1.5),
@@ -253,8 +255,43 @@ WRONG_COMPOSED = {
 
 @pytest.mark.parametrize("message", WRONG_COMPOSED)
 def test_operators_by_composition(message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         check_inputs(**WRONG_COMPOSED[message])
+
+
+RECIPES = {x.chunk.__name__: x for x in COMPOSITIONS if x.values}
+OF_RECIPES = {name: x.inputs(B, T, H, HV, K, K) for name, x in RECIPES.items()}
+RWKV6, MAMBA3 = (OF_RECIPES[f"chunk_{name}"] for name in ("rwkv6", "mamba3"))
+PRECOND = OF_RECIPES["chunk_precond_kda"]
+WRONG_RECIPES = {
+    "`w` must be at most 0, the log of a decay; got 0.5 at [1, 3, 0, 0].": put(RWKV6, "w", (1, 3, 0, 0), 0.5),
+    "`u` must be finite; got nan at [0, 2].": put(RWKV6, "u", (0, 2), jnp.nan),
+    "`u` must have shape [H, K] = (2, 4); got (2, 3).": RWKV6 | dict(u=RWKV6["u"][:, :3]),
+    "`trap` must be from 0 to 1; got 1.5 at [0, 1, 1].": put(MAMBA3, "trap", (0, 1, 1), 1.5),
+    "`dt` must be from 0 to inf; got -1 at [0, 1, 1].": put(MAMBA3, "dt", (0, 1, 1), -1.0),
+    "`beta_atk` must be from 0 to 1; got 2 at [1, 5, 0].": put(PRECOND, "beta_atk", (1, 5, 0), 2.0),
+    "`beta_atk` must come with all arrays of its operator; got ['beta', 'beta_atk', 'g', 'k', 'q', 'v'].": {
+        name: y for name, y in PRECOND.items() if name not in ("g_atk", "log_atk_scale")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG_RECIPES)
+def test_recipes(message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        check_inputs(**WRONG_RECIPES[message])
+    with pytest.raises(
+        TypeError, match=r"chunk_rwkv6\(\) got an unexpected keyword argument 'use_qk_l2norm_in_kernel'"
+    ):
+        check_inputs(**RWKV6, use_qk_l2norm_in_kernel=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_padding_of_recipes_may_hold_anything(name):
+    arrays = {key: y[:1] if y.ndim > 2 else y for key, y in OF_RECIPES[name].items()}
+    boundaries = jnp.array([0, 2, 5], jnp.int32)
+    tokens = {key: y for key, y in arrays.items() if y.ndim > 2}
+    check_inputs(**arrays | poison_padding(tokens, boundaries), cu_seqlens=boundaries, allow_padding=True)
 
 
 @pytest.mark.parametrize("x", [PRODUCT, DPLR, MLSTM, MAMBA2], ids=["product", "dplr", "mlstm", "mamba2"])

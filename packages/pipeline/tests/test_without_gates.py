@@ -13,6 +13,7 @@ from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
+from tests.traced import launches
 
 SIZES = 1, 70, 1, 2, 16, 8
 PACK = boundaries(40, 0, 30)
@@ -23,6 +24,8 @@ THOROUGH = dict(
     test_no_decay=lambda name, implementation: (name, implementation) not in (
         ("chunk_delta_rule", "fused"), ("chunk_kda", "fused"), ("chunk_gla", "fused"), ("recurrent_kda", "fused"),
     ),
+    test_no_gates_in_memory=lambda name, times: name != "gated_delta_rule",
+    test_no_gates_in_a_step=lambda replay: replay > 0,
     test_a_step=lambda name, implementation, replay: (name, implementation, replay) != ("delta_rule", "fused", 8),
 )  # fmt: skip
 
@@ -80,6 +83,43 @@ def test_a_step(name, implementation, replay):
     want, last = reference(**zeros, cu_seqlens=ends)
     assert_close("o", o, want, TOLERANCE["float32"])
     assert_close("states", pipeline.read_states(pool, slots), last, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("name", "times"), [("gated_delta_rule", 4), ("kda", 3), ("gdn2", 3), ("comba", 3)])
+def test_no_gates_in_memory(name, times):
+    """The launches of a forward and its backward move so many arrays fewer, each of the size of the gates."""
+    x = jax.eval_shape(lambda: OPERATORS[f"chunk_{name}"].source.inputs(1, 256, 1, 2, 128, 128))
+
+    def moved(gates) -> int:
+        run = lambda y: getattr(pipeline, f"chunk_{name}")(**gates | y, implementation="fused")[0]
+        found = launches(jax.grad(lambda y: jnp.sum(run(y).astype(jnp.float32))), x)
+        return sum(launch.array_bytes for launch in found)
+
+    both, g = moved({}), x.pop("g")
+    assert both - moved({"g": None}) == times * g.size * g.dtype.itemsize
+
+
+@pytest.mark.parametrize("replay", [0, 8])
+def test_no_gates_in_a_step(replay):
+    """The launches of decodes and of prefills move no gates of tokens; a decode reads one number a head."""
+    T, HV, N = 256, 2, 16
+    x = jax.eval_shape(lambda: OPERATORS["chunk_gated_delta_rule"].source.inputs(1, T, 1, HV, 128, 128))
+    pool = jax.eval_shape(lambda: pipeline.make_pool(N, HV, 128, 128, replay=replay, H=1))
+    ends, slots = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (N + 1, N))
+
+    def moved(gates) -> dict[str, int]:
+        run = lambda y, pool, ends, slots: pipeline.ragged_gated_delta_rule(
+            **gates | y, states=pool, cu_seqlens=ends, state_indices=slots, num_decodes=1, implementation="fused"
+        )
+        return {launch.name: launch.array_bytes for launch in launches(run, x, pool, ends, slots)}
+
+    both = moved({})
+    del x["g"]
+    alone = moved({"g": None})
+    tokens = {name: both[name] - size for name, size in alone.items()}
+    prefill = next(name for name in tokens if name.startswith("chunk"))
+    assert tokens.pop(prefill) == 4 * T * HV
+    assert [*tokens.values()] == [4 * HV * (N - 1)]
 
 
 def test_raw_gates_need_gates():

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.shared.testing import cases, compare, stage_oracle
+from chunkwise.shared.testing import compare, stage_oracle
 from chunkwise.shared.testing.inputs import spec
 from chunkwise.solve_tril import Config, solve_tril
+from tests import stage_cases
 from tests import stage_suite as stages
 
 STAGE = stages.StageSpec(
@@ -37,7 +38,7 @@ STAGE = stages.StageSpec(
 class TestStage(stages.StageTests):
     stage = STAGE
     # To the inverse only the size of a chunk and the packing matter.
-    THOROUGH: ClassVar = dict(test_definition=lambda case: case not in cases.CASES[5:6])
+    THOROUGH: ClassVar = dict(test_definition=lambda case: case not in stage_cases.CASES[5:6])
 
 
 def test_second_derivatives_of_a_known_inverse():

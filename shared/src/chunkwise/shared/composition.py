@@ -68,7 +68,7 @@ def over_tokens(
     count the user's.
     """
     q = x.q
-    if form != "chunk":
+    if form == "recurrent":
         x = interleaved.whole(x)
     if x.cu_seqlens is not None:
         # A boundary past the end, which a compiled program cannot refuse, must not overflow.

@@ -39,7 +39,6 @@ class Operator:
       implementations: by name, the best for a TPU first.
       erase_before_decay: whether its erase keys read the state before the decay of their token.
       warns: whether it warns of tensors that seem to be head-first; of several in one call, one does.
-      gated: whether its implementations take a gate for every token; a user who gives none gets zeros, one a head.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Operator:
     implementations: dict[str, Implementation]
     erase_before_decay: bool = False
     warns: bool = True
-    gated: bool = True
 
     def chunk(self, x: Arguments, options: Options, implementation: str | None) -> Results:
         """Run the operator over whole sequences, chunk by chunk; the output has the tokens that q has."""
@@ -98,7 +96,7 @@ class Operator:
         """Return checked arguments, and options with the law of the operator."""
         x, options = x.with_int32(), options._replace(erase_before_decay=self.erase_before_decay)
         self.check(x, options)
-        return arguments.with_gates(x, options) if self.gated else x, options
+        return x, options
 
 
 def _bound_to_devices(
@@ -151,10 +149,9 @@ def define(
     check: Callable[[Arguments, Options], None],
     *known: Implementation,
     erase_before_decay: bool = False,
-    gated: bool = True,
 ) -> Operator:
     """Return the record of an operator with these implementations, the best for a TPU first."""
-    return Operator(name, check, {each.name: each for each in known}, erase_before_decay, gated=gated)
+    return Operator(name, check, {each.name: each for each in known}, erase_before_decay)
 
 
 def register(operator: Operator, implementation: Implementation) -> None:

@@ -231,7 +231,7 @@ def _step(arrays: Arrays, options: PartOptions) -> Results:
     x, pool, slots, W = arrays["x"], arrays["states"], _slots(arrays), arrays["weight"].shape[1]
     step = step_table.find_step(arrays["cu_seqlens"], slots, pool.shape[0], x.shape[1])
     decodes, prefills = step.decodes, step.prefills
-    rows = slot_kernel if options.implementation == "pallas" and slot_kernel.takes(pool) else slot_rows
+    rows = slot_kernel if options.implementation == "pallas" and slot_kernel.supports(pool) else slot_rows
     # A sequence is either a decode or a prefill; in the table of the other kind it has no tokens and reads no slot.
     before = rows.read(pool, jnp.maximum(decodes.source, prefills.source))
     y, _ = _convolve(_after(arrays, before, step.boundaries), options)

@@ -18,14 +18,14 @@ from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving import slot_rows
 
 
-def takes(pool: jax.Array) -> bool:
+def supports(pool: jax.Array) -> bool:
     """Return whether the kernels take a pool of this type."""
     return pool.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def check_type(pool: jax.Array) -> None:
     """Raise NotImplementedError for a pool that the kernels do not take, which a user asked for by name."""
-    if not takes(pool):
+    if not supports(pool):
         raise NotImplementedError(
             f'"pallas" takes serving steps over pools of float32 and bfloat16; got {pool.dtype}: use '
             f'implementation="xla".'

@@ -147,23 +147,14 @@ def plan(names: list[str], small: bool) -> Iterator[Job]:
                 yield Job(name, case, way, implementation, SMALL_DECODES if small else DECODES)
 
 
+# The figures of a row.
+_FIGURES = ("compile_s", "calls", "samples", "median_ms", "least_ms", "quartiles_ms", "device_ms", "result", "error")
+_FIGURES += ("tolerance",)
+
+
 def measure(job: Job, samples: int, chip: str | None) -> dict:
     """Return the row of a job; after an exception it has no figures, and `message` describes the exception."""
-    none = dict.fromkeys(
-        (
-            "compile_s",
-            "calls",
-            "samples",
-            "median_ms",
-            "least_ms",
-            "quartiles_ms",
-            "device_ms",
-            "result",
-            "error",
-            "tolerance",
-        )
-    )
-    row = job.label() | none | {"passed": False} | _outlook(job, chip) | {"message": ""}
+    row = job.label() | dict.fromkeys(_FIGURES) | {"passed": False} | _outlook(job, chip) | {"message": ""}
     try:
         fn, args, judge = job.prepare()
         start = time.perf_counter()

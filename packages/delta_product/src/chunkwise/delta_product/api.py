@@ -15,7 +15,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk")
 def chunk_gated_delta_product(
     q: jax.Array,
     k: jax.Array,
@@ -73,7 +73,7 @@ def chunk_gated_delta_product(
     ...
 
 
-@signature.by_name(operator.recurrent, "recurrent", chunk_gated_delta_product)
+@signature.public_function_by_name(operator.recurrent, "recurrent", chunk_gated_delta_product)
 def recurrent_gated_delta_product(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, num_householder: int,
     scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -92,7 +92,7 @@ def recurrent_gated_delta_product(
     ...
 
 
-@signature.by_name(operator.ragged, "ragged", chunk_gated_delta_product)
+@signature.public_function_by_name(operator.ragged, "ragged", chunk_gated_delta_product)
 def ragged_gated_delta_product(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, num_householder: int,
     states: Pool, cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],

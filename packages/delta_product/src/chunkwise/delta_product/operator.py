@@ -11,7 +11,7 @@ import jax
 
 from chunkwise.fused_gdn import config
 from chunkwise.fused_gdn import operator as gdn
-from chunkwise.shared import compat, composition
+from chunkwise.shared import composition
 from chunkwise.shared.call import checks, configs, signature
 from chunkwise.shared.call.arguments import Arguments, Options
 
@@ -25,7 +25,8 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     by_token = check(x, options, n)
     checked, options = composition.check_counts(by_token, options, form)
     x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
-    x = x._replace(q=composition.place(x.q, n, n - 1), g=composition.place(x.g, n, 0).whole())
+    g = None if x.g is None else composition.place(x.g, n, 0).whole()
+    x = x._replace(q=composition.place(x.q, n, n - 1), g=g)
     return composition.over_tokens(OPERATOR, form, x, options, implementation, n)
 
 
@@ -36,7 +37,7 @@ ragged = functools.partial(_run, "ragged")
 
 
 def check(x: Arguments, options: Options, n: int) -> Arguments:
-    """Check the tensors; return them with the shapes of keys and values of one step, and with zeros for no gate."""
+    """Check the tensors; return them with the shapes of keys and values of one step."""
     checks.check_size("num_householder", n)
     configs.check_config(options.config, config)
     B, T, H, K = checks.check_array("q", x.q, "B T H K")
@@ -45,10 +46,7 @@ def check(x: Arguments, options: Options, n: int) -> Arguments:
     checks.check_heads(H, HV)
     checks.check_array("beta", x.beta, "B T*n HV", (B, T * n, HV))
     checks.check_packed(x.cu_seqlens, B)
-    if x.g is None:
-        raw = options.activation.use_gate_in_kernel
-        checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
-        x = x._replace(g=compat.varying_zeros((B, T, HV), x.q, x.k, x.v, x.beta))
-    checks.check_array("g", x.g, "B T HV", (B, T, HV))
+    if x.g is not None:
+        checks.check_array("g", x.g, "B T HV", (B, T, HV))
     values: Any = jax.ShapeDtypeStruct((B, T, HV, V), x.v.dtype)
     return x._replace(k=x.q, v=values)

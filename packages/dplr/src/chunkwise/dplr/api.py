@@ -15,7 +15,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk")
 def chunk_dplr_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -61,7 +61,7 @@ def chunk_dplr_delta_rule(
     ...
 
 
-@signature.by_name(operator.chunk, "chunk", chunk_dplr_delta_rule)
+@signature.public_function_by_name(operator.chunk, "chunk", chunk_dplr_delta_rule)
 def chunk_rwkv7(
     r: jax.Array,
     w: jax.Array,
@@ -105,7 +105,7 @@ def chunk_rwkv7(
     ...
 
 
-@signature.by_name(operator.recurrent, "recurrent", chunk_dplr_delta_rule)
+@signature.public_function_by_name(operator.recurrent, "recurrent", chunk_dplr_delta_rule)
 def recurrent_dplr_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, gk: jax.Array, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
@@ -118,7 +118,7 @@ def recurrent_dplr_delta_rule(
     ...
 
 
-@signature.by_name(operator.recurrent, "recurrent", chunk_rwkv7)
+@signature.public_function_by_name(operator.recurrent, "recurrent", chunk_rwkv7)
 def recurrent_rwkv7(
     r: jax.Array, w: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, scale: float | None = 1.0,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
@@ -131,7 +131,7 @@ def recurrent_rwkv7(
     ...
 
 
-@signature.by_name(operator.ragged, "ragged", chunk_dplr_delta_rule)
+@signature.public_function_by_name(operator.ragged, "ragged", chunk_dplr_delta_rule)
 def ragged_dplr_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, gk: jax.Array, states: Pool,
     cu_seqlens: jax.Array, state_indices: jax.Array, **options: Unpack[forms.Ragged],

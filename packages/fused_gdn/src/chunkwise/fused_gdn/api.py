@@ -15,7 +15,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.of(OPERATOR.chunk)
+@signature.public_function(OPERATOR.chunk)
 def chunk_gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -71,7 +71,7 @@ def chunk_gated_delta_rule(
     ...
 
 
-@signature.of(OPERATOR.recurrent, chunk_gated_delta_rule)
+@signature.public_function(OPERATOR.recurrent, chunk_gated_delta_rule)
 def recurrent_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -86,7 +86,7 @@ def recurrent_gated_delta_rule(
     ...
 
 
-@signature.of(OPERATOR.ragged, chunk_gated_delta_rule)
+@signature.public_function(OPERATOR.ragged, chunk_gated_delta_rule)
 def ragged_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
     cu_seqlens: jax.Array, state_indices: jax.Array,
@@ -96,7 +96,7 @@ def ragged_gated_delta_rule(
     ...
 
 
-@signature.of(OPERATOR.chunk, chunk_gated_delta_rule)
+@signature.public_function(OPERATOR.chunk, chunk_gated_delta_rule)
 def chunk_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -130,7 +130,7 @@ def chunk_delta_rule(
     ...
 
 
-@signature.of(OPERATOR.recurrent, chunk_delta_rule)
+@signature.public_function(OPERATOR.recurrent, chunk_delta_rule)
 def recurrent_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
@@ -143,7 +143,7 @@ def recurrent_delta_rule(
     ...
 
 
-@signature.of(OPERATOR.ragged, chunk_delta_rule)
+@signature.public_function(OPERATOR.ragged, chunk_delta_rule)
 def ragged_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, states: Pool, cu_seqlens: jax.Array,
     state_indices: jax.Array, **options: Unpack[forms.Ragged],

@@ -75,15 +75,16 @@ def store(refs: GdnRefs, gradients, chunk: stage_chunks.StageChunk, static: Fuse
     stored = valid if static.varlen else None
     for ref, x in ((refs.dq, dq), (refs.dk, dk), (refs.dv, dv)):
         layout.store_heads(ref, x, stored, at=at)
-    # The gradient of a gate is the sum of the terms that its row and later rows give to all gates up to theirs, of the
-    # terms that earlier rows give to all gates after theirs, and of the terms of pairs of rows around it.
-    i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
-    below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
-    collect = packed.concat_lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
-    dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0] + crossing  # [C, heads]
-    # Padding counts as a part of the sequence before it, so its gates get a gradient from the state that passes
-    # through.
-    layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored, at)
+    if refs.dg is not None:
+        # The gradient of a gate is the sum of the terms that its row and later rows give to all gates up to theirs, of
+        # the terms that earlier rows give to all gates after theirs, and of the terms of pairs of rows around it.
+        i, j = (lax.broadcasted_iota(jnp.int32, (1, s.C, s.C), axis) for axis in (1, 2))
+        below, above = (i <= j, i > j) if masks is None else (masks.same[:, :, : s.C] & x for x in (i <= j, i > j))
+        collect = packed.concat_lanes([tile.indicator(below), tile.indicator(above)])  # [1, C, 2 C]
+        dg = matmul.dot(collect, packed.concat_rows([later[None], earlier[None]]))[0] + crossing  # [C, heads]
+        # Padding counts as a part of the sequence before it, so its gates get a gradient from the state that passes
+        # through.
+        layout.store_rows(refs.dg, slice(None), dg if masks is None else jnp.where(valid, dg, 0.0), stored, at)
     layout.store_rows(refs.dbeta, slice(None), dbeta, stored, at)
 
 
@@ -93,7 +94,7 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Calla
     Args:
       x: operands; v and the initial states are not read. Without h and v_new_over_beta, dh0 must be the only output.
       static: the static description.
-      outputs: dq, dk, dv, dg and dbeta with or without dh0; or dh0 alone.
+      outputs: dq, dk, dv and dbeta with or without dg and dh0; or dh0 alone.
       body: the body of the kernel, called with the Refs, the static description and the heads of a grid step.
 
     Returns:
@@ -128,8 +129,8 @@ def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...], body: Calla
             "dq": (key, x.q.shape, x.q.dtype),
             "dk": (key, x.k.shape, x.k.dtype),
             "dv": (value, x.do.shape, x.do.dtype),
-            "dg": (gate, x.g.shape, jnp.float32),
-            "dbeta": (gate, x.g.shape, jnp.float32),
+            "dg": (gate, x.beta.shape, jnp.float32),
+            "dbeta": (gate, x.beta.shape, jnp.float32),
             "dh0": (state, (static.N, HV, s.K, s.V), jnp.float32),
         },
         requested=outputs,

@@ -1,5 +1,6 @@
-"""The loads of all kernels of the gated delta rule."""
+"""The loads and stores of all kernels of the gated delta rule."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 
 from chunkwise.fused_gdn import tile
 from chunkwise.fused_gdn.operands import GdnRefs
-from chunkwise.shared.kernels import tiles
+from chunkwise.shared.kernels import inverse, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.operands import FusedStatic
 
@@ -28,9 +29,23 @@ def of_chunks(refs: GdnRefs, s: tile.Heads, chunks: int) -> list[GdnRefs]:
         at: dict[str, Any] = dict.fromkeys(tokens, each(s.C)) | dict.fromkeys(packs, each(s.heads // s.p))
         at |= dict.fromkeys(("keys", "queries", "keys_prev"), each(s.heads // s.group))
         at |= dict.fromkeys(("u", "w"), each(s.heads)) | dict.fromkeys(("A_inv", "A_inv_out", "h"), i)
-        return layout.view(refs, at)
+        return layout.slice_refs(refs, at)
 
     return [of_chunk(i) for i in range(chunks)]
+
+
+def store(refs: GdnRefs, values: dict[str, Any], at: object = ...) -> None:
+    """Store arrays in the Refs of their names that the launch has."""
+    for name, x in values.items():
+        if getattr(refs, name) is not None:
+            getattr(refs, name)[at] = x
+
+
+def invert(refs: GdnRefs, packs: Any, dtype, found: list) -> Iterator[None]:
+    """Append A_inv of some packs of heads to a list, unfinished ones before it; yield between products."""
+    for A_inv in inverse.block_doubling(refs.blocks[packs], refs.A[packs], 2 if dtype == jnp.bfloat16 else 3):
+        found.append(A_inv)
+        yield
 
 
 def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slice(None)) -> Any:
@@ -42,7 +57,8 @@ def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slic
     """
     q = None if refs.q is None else layout.load_heads(refs.q, s.K, valid=valid, at=at)
     k = layout.load_heads(refs.k, s.K, valid=valid, at=at)
-    g, beta = tiles.clip_gate(refs.g[at]), refs.beta[at].astype(jnp.float32)
+    g, beta = None if refs.g is None else tiles.clip_gate(refs.g[at]), refs.beta[at].astype(jnp.float32)
+    g = jnp.zeros_like(beta) if g is None else g
     if valid is not None:
         g, beta = (jnp.where(valid, x, 0.0) for x in (g, beta))
     if not static.normalise:
@@ -62,7 +78,8 @@ def tokens_not_finite(refs, s: tile.Heads, *keys, at: slice = slice(None)) -> ja
 
     The chunk has the rows `at` of the blocks.
     """
-    gates = (x.astype(jnp.float32)[None] for x in (tiles.clip_gate(refs.g[at]), refs.beta[at]))
+    gates = () if refs.g is None else (tiles.clip_gate(refs.g[at]),)
+    gates = (x.astype(jnp.float32)[None] for x in (*gates, refs.beta[at]))
     return nonfinite.rows_not_finite(*(layout.load_heads(ref, s.K, at=at) for ref in keys), *gates)
 
 

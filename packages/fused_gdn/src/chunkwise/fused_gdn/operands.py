@@ -23,7 +23,7 @@ class GdnRefs(NamedTuple):
     g: jax.Ref  # [C, heads]
     beta: jax.Ref  # [C, heads]
     owner: jax.Ref  # int32 [1, 1, p C]
-    A_inv: jax.Ref  # [n, C, p C] of the second stage; of `kernel_chunks` of the first
+    A_inv: jax.Ref  # [n, C, p C] of the second stage; of `few_heads` of the first
     h: jax.Ref  # [heads, K, V] of the last stage
     v_new_over_beta: jax.Ref  # [C, heads V] of the last stage
 
@@ -48,16 +48,16 @@ class GdnRefs(NamedTuple):
     blocks: jax.Ref  # float32 [n, rows, p C], the part of A_inv that takes no products
     g_late: jax.Ref  # float32 [C, heads] of the chunk that the next grid step prepares first, whose keys are in `keys`
     beta_late: jax.Ref  # float32 [C, heads] of the same chunk
-    # Rows of k, g and beta of the second stage that are not finite, float32 [1, C, 1]; in `kernel_chunks`, of every
+    # Rows of k, g and beta of the second stage that are not finite, float32 [1, C, 1]; in `few_heads`, of every
     # stage but the first, [stages - 1, chunks, C, 1].
     nonfinite_rows: jax.Ref
-    owner_prev: jax.Ref  # int32 [1, 1, p C] of the last stage; of `kernel_chunks` an operand
+    owner_prev: jax.Ref  # int32 [1, 1, p C] of the last stage; of `few_heads` an operand
 
     # Of three stages, what the second one leaves for the last.
     start_prev: jax.Ref  # as start
     keys_prev: jax.Ref  # as keys
     queries_prev: jax.Ref  # as queries
-    left: jax.Ref  # parts of L of `kernel_chunks`, [n, rows of L, parts p C]
+    left: jax.Ref  # parts of L of `few_heads`, [n, rows of L, parts p C]
 
     # Of `kernel_map`.
     last: jax.Ref  # float32 [n, 1, p C] of the second stage, the decay over the chunk

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from chunkwise.fused_gdn import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, xla
+from chunkwise.fused_gdn import config, few_heads, few_heads_bwd, kernel, kernel_bwd, kernel_map, xla
 from chunkwise.shared import tuning
 from chunkwise.shared.call import checks, configs
 from chunkwise.shared.call.arguments import Arguments, Options
@@ -72,7 +72,7 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     q, k = jax.tree.map(repeat, (x.q, x.k)) if repeats > 1 else (x.q, x.k)
     kinds = interleaved.kinds(q)
     q, k, v = (layout.to_lanes(y.astype(dtype), static.T, kinds) for y in (q, k, x.v))
-    g, beta = (to_blocks(launcher.without_float16(y), heads, static.T) for y in (x.g, x.beta))
+    g, beta = (None if y is None else to_blocks(launcher.without_float16(y), heads, static.T) for y in (x.g, x.beta))
     return Operands(q=q, k=k, v=v, g=g, beta=beta, initial_state=fused.kernel_states(x.initial_state))
 
 
@@ -88,7 +88,7 @@ def launch_states(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) ->
     Without M, of which `kernel_map` is the kernel, it is a forward without an output.
     """
     whole = kernel_map if "M" in outputs else kernel
-    module = kernel_chunks if x.owner is None and kernel_chunks.takes(x, static) else whole
+    module = few_heads if x.owner is None and few_heads.supports(x, static) else whole
     return launcher.launch(**module.plan(x, static, outputs))
 
 
@@ -96,8 +96,8 @@ KERNELS = fused.Kernels(
     config_for,
     static_for,
     lay_out,
-    fused.by_chunks(kernel_chunks, kernel),
-    fused.by_chunks(kernel_bwd_chunks, kernel_bwd),
+    fused.by_chunks(few_heads, kernel),
+    fused.by_chunks(few_heads_bwd, kernel_bwd),
     launch_states,
     residuals=("A_inv",),
     recomputed=("h", "v_new_over_beta"),

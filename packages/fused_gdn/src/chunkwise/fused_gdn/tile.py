@@ -253,7 +253,7 @@ def gate_sums_of(g: jax.Array, beta: jax.Array, s: Heads, exact: bool, masks: li
     return Gates(G, G_rows, beta, beta_rows)
 
 
-def of_one_chunk(x: Gates, s: Heads) -> Gates:
+def select_chunk(x: Gates, s: Heads) -> Gates:
     """Return the sums of `gate_sums_of` with zeros in place of other heads than s.
 
     The next product reads all heads, and other chunks may hold NaN of other sequences.

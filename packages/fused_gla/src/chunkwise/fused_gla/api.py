@@ -15,7 +15,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.of(SIMPLE_GLA.chunk)
+@signature.public_function(SIMPLE_GLA.chunk)
 def chunk_simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -61,7 +61,7 @@ def chunk_simple_gla(
     ...
 
 
-@signature.of(GLA.chunk)
+@signature.public_function(GLA.chunk)
 def chunk_gla(
     q: jax.Array,
     k: jax.Array,
@@ -100,7 +100,7 @@ def chunk_gla(
     ...
 
 
-@signature.of(SIMPLE_GLA.recurrent, chunk_simple_gla)
+@signature.public_function(SIMPLE_GLA.recurrent, chunk_simple_gla)
 def recurrent_simple_gla(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None = None, g_gamma: jax.Array | None = None,
     scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -118,7 +118,7 @@ def recurrent_simple_gla(
     ...
 
 
-@signature.of(GLA.recurrent, chunk_gla)
+@signature.public_function(GLA.recurrent, chunk_gla)
 def recurrent_gla(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Recurrent],
@@ -132,7 +132,7 @@ def recurrent_gla(
     ...
 
 
-@signature.of(SIMPLE_GLA.ragged, chunk_simple_gla)
+@signature.public_function(SIMPLE_GLA.ragged, chunk_simple_gla)
 def ragged_simple_gla(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, states: Pool, cu_seqlens: jax.Array,
     state_indices: jax.Array, *, g_gamma: jax.Array | None = None, **options: Unpack[forms.Ragged],
@@ -147,7 +147,7 @@ def ragged_simple_gla(
     ...
 
 
-@signature.of(GLA.ragged, chunk_gla)
+@signature.public_function(GLA.ragged, chunk_gla)
 def ragged_gla(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, states: Pool, cu_seqlens: jax.Array,
     state_indices: jax.Array, **options: Unpack[forms.Ragged],

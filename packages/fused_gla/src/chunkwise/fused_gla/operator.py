@@ -135,8 +135,8 @@ def _implementations() -> tuple[Implementation, Implementation]:
     return fused.implementation(KERNELS), plain(xla.RULE)
 
 
-GLA = define("gla", _check_by_channel, *_implementations(), gated=False)
-SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations(), gated=False)
+GLA = define("gla", _check_by_channel, *_implementations())
+SIMPLE_GLA = define("simple_gla", _check_by_head, *_implementations())
 # With weights, and outputs that are divided. There the gradient of states alone takes the whole backward.
 DIVIDED = fused.implementation(KERNELS, "eps")._replace(at_once=True)
-DIVIDED_SIMPLE_GLA = define("simple_gla", _check_by_head, DIVIDED, plain(xla.RULE), gated=False)
+DIVIDED_SIMPLE_GLA = define("simple_gla", _check_by_head, DIVIDED, plain(xla.RULE))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -54,7 +55,8 @@ def replace(*places: Place) -> PutBack:
     two installations, the function of the first one undoes both.
 
     Raises:
-      AttributeError: the host has no such name, or nothing would read the value; no name is replaced then.
+      AttributeError: the host has no such name, or nothing would read the value, or a part of the host has read the old
+        value already; no name is replaced then.
       TypeError: the host calls the name with other arguments than the value of chunkwise takes; no name is
         replaced then.
     """
@@ -71,14 +73,21 @@ def replace(*places: Place) -> PutBack:
 
 
 def _check_read(place: Place, old: object) -> None:
-    """Check that somebody reads a name of a module: a function knows names of the module alone that defines it.
+    """Check that somebody reads a name of a module, and nobody a copy: a function knows names of its own module alone.
 
     A module that only passes names of another module on has no such function, and defines nothing.
     """
     if not isinstance(place.where, types.ModuleType):
         return
-    here = place.imported and getattr(old, "__module__", None) == place.where.__name__
-    if not (here or (not place.imported and reads(place.where, place.name))):
+    here = getattr(old, "__module__", None) == place.where.__name__
+    host = place.where.__name__.partition(".")[0]
+    for name, module in [*sys.modules.items()] if here else ():
+        copied = getattr(module, place.name, None) is old and module is not place.where
+        if copied and name.partition(".")[0] == host and reads(module, place.name):
+            raise AttributeError(
+                f"{place.label} must be replaced before other modules import it; {name} has, and reads what it got."
+            )
+    if not ((place.imported and here) or (not place.imported and reads(place.where, place.name))):
         raise AttributeError(
             f"{place.label} must be read where it is replaced; nothing reads it there in this version of the host, "
             f"where it may have moved."

@@ -15,7 +15,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.of(OPERATOR.chunk)
+@signature.public_function(OPERATOR.chunk)
 def chunk_kda(
     q: jax.Array,
     k: jax.Array,
@@ -52,7 +52,7 @@ def chunk_kda(
 
     Args:
       g: log decay per channel [B, T, HV, K] in nats, at most 0, of any strength: -inf forgets everything before.
-        None for no decay, whose kernels read one number a head in its place.
+        None for no decay.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 for float32 and .005 for bfloat16 inputs, for any
       gate, repeated keys and beta up to 2; gradients below 1e-4 and .008 (g and beta .02, and .04 if K is 128, there is
@@ -65,7 +65,7 @@ def chunk_kda(
     ...
 
 
-@signature.of(OPERATOR.recurrent, chunk_kda)
+@signature.public_function(OPERATOR.recurrent, chunk_kda)
 def recurrent_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, scale: float | None = None,
     initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -81,7 +81,7 @@ def recurrent_kda(
     ...
 
 
-@signature.of(OPERATOR.ragged, chunk_kda)
+@signature.public_function(OPERATOR.ragged, chunk_kda)
 def ragged_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
     cu_seqlens: jax.Array, state_indices: jax.Array,

@@ -113,6 +113,14 @@ def by_head(refs: KdaRefs, valid, static: KdaStatic) -> tuple[Callable, Callable
     return load_q, load_unit
 
 
+def load_each(refs: list[KdaRefs], cur: list, static: KdaStatic) -> tuple[list[tuple], list[tuple], list]:
+    """Return of several chunks the results of `loads.load_gates`, of `by_head` and of `rounded_betas`."""
+    of = lambda f: [f(x, chunk.valid, static) for x, chunk in zip(refs, cur, strict=True)]
+    gated, loaders = of(loads.load_gates), of(by_head)
+    each = zip(refs, cur, loaders, gated, strict=True)
+    return gated, loaders, [rounded_betas(x, load[1], y[1], chunk.valid, static) for x, chunk, load, y in each]
+
+
 def rounded_betas(
     refs: KdaRefs, load_unit: Callable, betas, valid, static: KdaStatic, beta_rows=None
 ) -> tuple[list, jax.Array]:
@@ -304,7 +312,7 @@ def pass_state(
         values.store(refs.o, prev.poisoned(o), stored, at.start)
     ends = refs.ends[at]  # [t, parts C, KL]
     ends = [ends[:, i : i + C] for i in range(0, ends.shape[1], C)]
-    S = keys.cut(prev.give(refs.through[at], prev.ending)) * S
+    S = keys.cut(prev.decay_out(refs.through[at], prev.ending)) * S
     written = tile.write_state(packed.split_bf16(v_new_over_beta, dtype), ends)  # [t, VL, KL]
     refs.state[at] = S + keys.close_state(written, S.shape[1])  # [t, V, m K]
 
@@ -356,8 +364,9 @@ def _scratch(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], base: 
 
 
 def plan(
-    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str, body: Callable = _fwd_kernel
-) -> dict[str, Any]:
+    x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str, body: Callable = _fwd_kernel,
+    scratch: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the launch of the forward, or of the part that makes these outputs: the arguments of `launcher.launch`.
 
     Without the output o no query reads the state, and the initial states may have more channels than v. The values of
@@ -369,11 +378,12 @@ def plan(
       outputs: names of outputs.
       operator: the operator's name, for the name of the kernel.
       body: the body of the kernel, called with the Refs and the static description.
+      scratch: its buffers; by default a forward's. With M the second of three stages has values, inverses and scores.
 
     Returns:
       The arguments. The launch gives a dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states
       [N, HV / m, V, m K] float32; h, the states before every span [B, spans, HV / m, V, m K] in the type of products;
-      in float32,
+      in float32, M [N, HV, K, K], transposed,
       v_new_over_beta laid out as v, packed A_inv [B, spans, HV / p, C, p C], and packed scores of queries above scores
       of keys [B, spans, HV / p, 2 C, p C]; and pool_out, the pool, updated in place.
     """
@@ -384,9 +394,10 @@ def plan(
     channels = V if x.initial_state is None else x.initial_state.shape[2]
     operand, base = matmul.operand_dtype(dtype), static.base if inverts else 0
     may_forget = inverts and static.may_forget
-    stages = count_stages(static)
+    stages = 3 if "M" in outputs else count_stages(static)
     cur, second, prev = (chunk_loop.blocks(static, stage, stages) for stage in (0, 1, stages - 1))
-    key, value = cur.tokens(keys * K, share), prev.tokens(heads * V)
+    of_values, of_scores = (second, second) if "M" in outputs else (prev, cur)
+    key, value = cur.tokens(keys * K, share), of_values.tokens(heads * V)
     matrix, both, of_state = (heads // p, C, p * C), (heads // p, 2 * C, p * C), (heads // m, channels, m * K)
     state, levels = prev.state(*of_state), lambda base: jnp.asarray(tile.table_of(C, base, m))
     of_levels = windows.along((C, 2 * C) if m == 1 else (2 * C, m * C))
@@ -394,10 +405,11 @@ def plan(
     available = {
         "o": (value, x.v.shape, dtype),
         "ht": (state, (static.N, HV // m, *of_state[1:]), jnp.float32),
+        "M": (prev.state(heads, K, K), (static.N, HV, K, K), jnp.float32),
         "h": (prev.per_chunk(*of_state), (B, NT, HV // m, *of_state[1:]), operand),
         "v_new_over_beta": (value, x.v.shape, jnp.float32),
         "A_inv": (second.per_chunk(*matrix), (B, NT, HV // p, C, p * C), jnp.float32),
-        "scores": (cur.per_chunk(*both), (B, NT, HV // p, 2 * C, p * C), jnp.float32),
+        "scores": (of_scores.per_chunk(*both), (B, NT, HV // p, 2 * C, p * C), jnp.float32),
     }
     if x.pool is not None:
         available["pool_out"] = prev.target(*slot), x.pool.shape, x.pool.dtype
@@ -424,15 +436,15 @@ def plan(
             "initial_state": (x.initial_state, state),
             "law": (x.law, windows.along((2, heads // m * static.keys.size), None, 1)),
             "pool": (x.pool, prev.state(*slot)),
-            "A_inv": (x.A_inv, prev.per_chunk(*matrix)),
-            "scores": (x.scores, cur.per_chunk(*both)),
+            "A_inv": (x.A_inv, of_values.per_chunk(*matrix)),
+            "scores": (x.scores, of_scores.per_chunk(*both)),
         },
         outputs=available,
         requested=outputs,
         like={"o": x.q},
-        scratch=_scratch(x, static, outputs, 1 if may_forget else base, channels),
+        scratch=scratch or _scratch(x, static, outputs, 1 if may_forget else base, channels),
         in_place={} if x.pool is None else {"pool": "pool_out"},
         cost_estimate=(config.cost if with_output else config.states_cost)(
-            **static.sizes() | {"V": channels}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
+            **static.sizes() | {"V": channels + K * ("M" in outputs)}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
         ),
     )

@@ -243,7 +243,7 @@ def store_interaction(
         keys.store(refs.dg, jnp.stack([*by_tile]), stored)
     elif static.per_channel:
         layout.store_rows(refs.dg, slice(None), dg, stored)
-    else:
+    elif refs.dg is not None:
         by_head = [jnp.sum(y, axis=1, keepdims=True) for x in by_tile for y in keys.parts(x)]  # each [C, 1]
         _store_in_lanes(refs.dg, tiles.to_row(jnp.stack(by_head))[:, 0], chunk.span, stored, C)
     if refs.b is not None:
@@ -365,7 +365,7 @@ def plan(
             "dq": d_keys,
             "dk": d_keys,
             "dv": (value, x.do.shape, x.do.dtype),
-            "dg": (gate, g.shape, g.dtype),
+            **({} if g is None else {"dg": (gate, g.shape, g.dtype)}),
             "dbeta": (row, beta.shape, jnp.float32),
             "de": d_keys,
             **{name: (block, y.shape, y.dtype) for name, (block, y) in gates.items() if y is not None},

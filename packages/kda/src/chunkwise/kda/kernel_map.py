@@ -17,7 +17,6 @@ the last one takes the state through its chunks, one after the other. The scores
 operator behind the map then needs no decay between two rows of a chunk.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,17 +26,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from chunkwise.kda import config, kernel, loads, tile
+from chunkwise.kda import kernel, loads, tile
 from chunkwise.kda.operands import KdaOperands, KdaRefs, KdaStatic
 from chunkwise.shared import compat, tuning
-from chunkwise.shared.kernels import inverse, matmul, packed, windows
+from chunkwise.shared.kernels import inverse, matmul, packed
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
 # Chunks of a grid step, its stages, and heads that take the state through a chunk together.
 CHUNKS, STAGES, TOGETHER = 2, 3, 4
 
 
-def takes(static: KdaStatic, dtype) -> bool:
+def supports(static: KdaStatic, dtype) -> bool:
     """Return whether the launch is for these rows, each of one sequence: long ones of many heads, in bfloat16.
 
     Other maps are made by `kernel`, which takes the identity beside the states, as are those of narrow matrix units,
@@ -65,7 +64,7 @@ def _map_kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
 
     # What the last stage reads was prepared two grid steps earlier, in the slot of even or of odd grid steps.
     slot = lax.rem(pl.program_id(2), jnp.int32(2))
-    of_slot = layout.view(refs, dict.fromkeys(("ends", "through"), slot))
+    of_slot = layout.slice_refs(refs, dict.fromkeys(("ends", "through"), slot))
     _grid_step(of_slot, stage_chunks.chunks_of(first, static), static)
     channels, rows = (slice(static.values.size), slice(static.values.size, None)), (static.V, static.K)
 
@@ -82,12 +81,7 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
     state goes on, "p". Applied inverses, "a", replace what takes the state of their heads on, so they come after it.
     """
     views, heads, p = loads.of_chunks(refs, static, static.config.heads), static.config.heads, static.p
-    gated = [loads.load_gates(x, None, static) for x in views]
-    loaders = [kernel.by_head(x, None, static) for x in views]
-    rounded = [
-        kernel.rounded_betas(x, load[1], betas, None, static)
-        for x, load, (_, betas) in zip(views, loaders, gated, strict=True)
-    ]
+    gated, loaders, rounded = kernel.load_each(views, cur, static)
     packs = [(i, n) for n in range(0, heads, p) for i in range(CHUNKS)]
     staged: list[tuple] = []
     inverses: list[jax.Array] = []
@@ -95,7 +89,11 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
 
     def prepare() -> Iterator[None]:
         for i, n in packs:
-            staged.append(kernel.prepare(views[i], n, *loaders[i], *gated[i], None, None, static, upright=False))
+            staged.append(
+                kernel.prepare(
+                    views[i], n, *loaders[i], *gated[i], valid=None, masks=None, static=static, upright=False
+                )
+            )
             yield
 
     def invert() -> Iterator[None]:
@@ -194,63 +192,19 @@ def end_columns(ends, dtype) -> jax.Array:
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
-    """Return the launch of the kernel, which has one head a tile: the arguments of `launcher.launch`.
-
-    The outputs are ht, the final states [N, HV, V, K], and M [N, HV, K, K], transposed, too, both float32; and A_inv
-    and scores as `kernel.plan` has them.
-    """
-    B, HV, C, K, V, heads, p = static.B, static.HV, static.C, static.K, static.V, static.config.heads, static.p
-    static, NT, dtype, n = static.in_spans_of(CHUNKS), static.spans, x.v.dtype, static.config.heads // static.p
-    keys, share = static.key_blocks(heads)
-    cur, inverted, prev = (chunk_loop.blocks(static, stage, STAGES) for stage in range(STAGES))
-    key, state = cur.tokens(keys * K, share), prev.state(heads, V, K)
-    matrix, both = (n, C, p * C), (n, 2 * C, p * C)
-    KL, VL = static.keys.size, static.values.size
-    base, of_table = 1 if static.may_forget else static.base, windows.along((C, 2 * C))
-    exact_levels = jnp.asarray(tile.level_table(C, 1)) if static.may_forget else None
-    return dict(
-        body=functools.partial(_map_kernel, static=static),
-        refs=KdaRefs,
-        name=f"chunk_{operator}_summary_c{C}",
-        # Two more grid steps, because the state goes through a chunk two grid steps after the chunk is prepared.
-        grid=(B, HV // heads, static.spans + STAGES - 1),
-        tables={"table": x.table},
-        inputs={
-            "levels": (jnp.asarray(tile.level_table(C, static.base)), of_table),
-            "exact_levels": (exact_levels, of_table),
-            "q": (x.q, key),
-            "k": (x.k, key),
-            "v": (x.v, inverted.tokens(heads * V)),
-            "g": loads.gates_block(x.g, static, heads, cur),
-            "beta": loads.rows_block(x.beta, static, heads, cur),
-            "e": (x.e, key),
-            "b": (x.b, cur.tokens(heads * K)),
-            "w": (x.w, inverted.tokens(heads * V)),
-            "initial_state": (x.initial_state, state),
-            "law": (x.law, windows.along((2, heads * KL), None, 1)),
-            "A_inv": (x.A_inv, inverted.per_chunk(*matrix)),
-            "scores": (x.scores, inverted.per_chunk(*both)),
-        },
-        outputs={
-            "ht": (state, (static.N, HV, V, K), jnp.float32),
-            "M": (prev.state(heads, K, K), (static.N, HV, K, K), jnp.float32),
-            "A_inv": (inverted.per_chunk(*matrix), (B, NT, HV // p, C, p * C), jnp.float32),
-            "scores": (inverted.per_chunk(*both), (B, NT, HV // p, 2 * C, p * C), jnp.float32),
-        },
-        requested=outputs,
-        scratch={
-            "state": (heads, KL, VL + KL),
-            "decays": loads.decays_scratch(CHUNKS * heads, static, base),
-            "readers": pltpu.VMEM((CHUNKS * heads, C, KL), dtype),
-            "ends": (2, CHUNKS * heads, C, KL),
-            "scores_prev": (CHUNKS * heads, C, 2 * C),
-            "beta_prev": (CHUNKS * n, 1, p * C),
-            "through": (2, CHUNKS * heads, 1, KL),
-            "A": (CHUNKS * n, C, p * C),
-            "u": (CHUNKS * heads, C, VL),
-            "erase_new": pltpu.VMEM((CHUNKS * heads, 2 * C, KL), dtype),
-        },
-        cost_estimate=config.states_cost(
-            **static.sizes() | {"V": V + K}, itemsize=dtype.itemsize, more=loads.more_bytes(x)
-        ),
-    )
+    """Return the launch of the kernel, which has one head a tile, as `kernel.plan` does, for a map."""
+    static, C, p, dtype = static.in_spans_of(CHUNKS), static.C, static.p, x.v.dtype
+    KL, VL, heads = static.keys.size, static.values.size, CHUNKS * static.config.heads
+    scratch = {
+        "state": (static.config.heads, KL, VL + KL),
+        "decays": loads.decays_scratch(heads, static, 1 if static.may_forget else static.base),
+        "readers": pltpu.VMEM((heads, C, KL), dtype),
+        "ends": (2, heads, C, KL),
+        "scores_prev": (heads, C, 2 * C),
+        "beta_prev": (heads // p, 1, p * C),
+        "through": (2, heads, 1, KL),
+        "A": (heads // p, C, p * C),
+        "u": (heads, C, VL),
+        "erase_new": pltpu.VMEM((heads, 2 * C, KL), dtype),
+    }
+    return kernel.plan(x, static, outputs, operator, _map_kernel, scratch)

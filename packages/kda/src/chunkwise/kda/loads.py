@@ -111,7 +111,7 @@ def of_chunks(refs: KdaRefs, static: KdaStatic, heads: int) -> list[KdaRefs]:
         at |= dict.fromkeys(("readers", "ends", "through", "u", "erase_new", "scores_prev"), each(heads // static.m))
         at |= dict.fromkeys(("A", "blocks", "P", "beta_prev"), each(heads // static.p))
         at["decays"] = slice(None), each(heads // static.m * _registers(static))
-        return layout.view(refs, at)
+        return layout.slice_refs(refs, at)
 
     return [of_chunk(i) for i in range(static.chunks)]
 
@@ -184,9 +184,11 @@ def load_values(refs: KdaRefs, valid, static: KdaStatic, which: slice = slice(No
 
 def load_gates(refs: KdaRefs, valid, static: KdaStatic) -> tuple[jax.Array, jax.Array]:
     """Return gates [C, t KL] and beta [heads, C], zero in rows that are not valid; with a law, gates are raw."""
-    g, beta = refs.g[...], refs.beta[...]
+    g, beta = None if refs.g is None else refs.g[...], refs.beta[...]
     valid_row: Any = None if valid is None else tiles.to_row(valid.astype(jnp.float32)[None])[0] > 0.0  # [1, C]
-    if not static.per_channel:
+    if g is None:
+        g = jnp.zeros((static.C, beta.shape[0] // static.m * static.keys.size), jnp.float32)
+    elif not static.per_channel:
         g = g if valid is None else jnp.where(valid_row, g, 0.0)
         column = static.keys.together(tiles.to_column(g[:, None]))  # [t, C, 1], or [t, C, KL] of several heads
         g = jnp.concatenate([jnp.broadcast_to(x, (static.C, static.keys.size)) for x in column], axis=1)
@@ -203,9 +205,9 @@ def rows_block(x: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) 
     return blocks, cut.rows(None if static.chunks == 1 else static.chunks, None, heads, static.C)
 
 
-def gates_block(g: jax.Array, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[jax.Array, pl.BlockSpec]:
-    """Return gates, per head or per channel, in the shape that a launch takes, and their spec."""
-    return (g, cut.tokens(heads * static.K)) if static.per_channel else rows_block(g, static, heads, cut)
+def gates_block(g: jax.Array | None, static: KdaStatic, heads: int, cut: layout.Blocks) -> tuple[Any, Any]:
+    """Return gates, per head or per channel or None, in the shape that a launch takes, and their spec."""
+    return (g, cut.tokens(heads * static.K)) if g is None or static.per_channel else rows_block(g, static, heads, cut)
 
 
 def more_bytes(x: KdaOperands) -> int:
@@ -233,14 +235,17 @@ def store_continuing(ref, masks: layout.SequenceMasks) -> None:
 
 def tokens_not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:
     """Return which rows are not finite in q, k, g, beta, erase keys or erase gates, float32 [1, C, 1]."""
-    g = refs.g[...] if refs.law is None else decays_of(static.keys.spread(refs.g[...]), refs, None, static)
-    # A gate of -inf is allowed: it forgets everything.
-    g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
-    g = g[None] if static.per_channel else tiles.to_column(g[:, None])  # [1, C, heads K or t KL] or [heads, C, 1]
-    beta = tiles.to_column(refs.beta[...][:, None])  # [heads, C, 1]
+    gates = []
+    if refs.g is not None:
+        g = refs.g[...] if refs.law is None else decays_of(static.keys.spread(refs.g[...]), refs, None, static)
+        # A gate of -inf is allowed: it forgets everything.
+        g = jnp.where(g == -jnp.inf, 0.0, g)  # [C, heads K] or [heads, C]
+        # [1, C, heads K or t KL] or [heads, C, 1]
+        gates.append(g[None] if static.per_channel else tiles.to_column(g[:, None]))
+    gates.append(tiles.to_column(refs.beta[...][:, None]))  # [heads, C, 1]
     # Each is [tiles, C, KL] of its heads.
     keys = [static.keys.load(x) for x in (refs.q, refs.k, refs.e, refs.b) if x is not None]
-    return nonfinite.rows_not_finite(*keys, g, beta)
+    return nonfinite.rows_not_finite(*keys, *gates)
 
 
 def values_not_finite(refs: KdaRefs, static: KdaStatic) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from chunkwise.kda import config, kernel, kernel_bwd, kernel_bwd_chunks, kernel_chunks, kernel_map, tile, xla
+from chunkwise.kda import config, few_heads, few_heads_bwd, kernel, kernel_bwd, kernel_map, tile, xla
 from chunkwise.kda.operands import KdaOperands, KdaStatic
 from chunkwise.shared.call import checks, configs, gates
 from chunkwise.shared.call.arguments import Arguments, Options
@@ -76,14 +76,15 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
         p=packed.packing(C, options.config.heads, options.config.heads_bwd),
         base=tile.base_block(options.min_gate, _dtype(x)),
         bounded=tile.base_block(options.min_gate, jnp.float32) > 1,
-        gate_law=options.activation.law, per_channel=x.g.ndim == 4, erase_before_decay=options.erase_before_decay,
+        gate_law=options.activation.law, per_channel=x.g is not None and x.g.ndim == 4,
+        erase_before_decay=options.erase_before_decay,
         m=config.heads_of_tile(H, HV, C, K, V, options.config.heads, options.config.heads_bwd),
     )  # fmt: skip
 
 
 def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     """Return the operands of a launch; numbers per head are rows of chunks [B, NT, HV, C], states are [V, K]."""
-    g, law = x.g.astype(jnp.float32), None
+    g, law = None if x.g is None else x.g.astype(jnp.float32), None
     if x.A_log is not None and static.gate_law is not None:
         g = _narrow(x.g)
         law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:], static.gate_law))  # [2, HV, K]
@@ -91,7 +92,8 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     q, k, v = (layout.to_lanes(y.astype(_dtype(x)), static.T) for y in (x.q, x.k, x.v))
     e = None if x.p is None else layout.to_lanes(x.p.astype(_dtype(x)), static.T)
     b, w = (None if y is None else layout.to_lanes(_narrow(y), static.T) for y in (x.b, x.w))
-    g = layout.to_lanes(g, static.T) if static.per_channel else layout.to_rows(g, static.C)
+    if g is not None:
+        g = layout.to_lanes(g, static.T) if static.per_channel else layout.to_rows(g, static.C)
     return KdaOperands(
         q=q, k=k, v=v, e=e, b=b, w=w, g=g, beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
         law=law, initial_state=fused.kernel_states(x.initial_state, transposed=True),
@@ -124,7 +126,7 @@ def makes_map(x: Arguments, options: Options) -> bool:
     channels = packed.pad_channels(K) + packed.pad_channels(V)
     fits = channels == packed.pad_channels(K + V) <= state_map.MOST_CHANNELS
     alone = x.cu_seqlens is None and x.segment_ids is None
-    return fits and alone and kernel_map.takes(static_for(x, options, frozenset()), _dtype(x))
+    return fits and alone and kernel_map.supports(static_for(x, options, frozenset()), _dtype(x))
 
 
 def launch_states(
@@ -141,8 +143,8 @@ def launch_states(
 
 def kernels(operator: str) -> fused.Kernels:
     """Return the kernels of an operator, which have its name."""
-    forward = functools.partial(launch, fused.plan_by_chunks(kernel_chunks, kernel, operator=operator))
-    backward = fused.plan_by_chunks(kernel_bwd_chunks, kernel_bwd, operator=operator)
+    forward = functools.partial(launch, fused.plan_by_chunks(few_heads, kernel, operator=operator))
+    backward = fused.plan_by_chunks(few_heads_bwd, kernel_bwd, operator=operator)
     return fused.Kernels(
         config_for,
         static_for,

@@ -140,7 +140,7 @@ def _mix(
     projected = tuple(running.project(x, weight) for weight in (w.q, w.k, w.v))
     z, gamma = running.project(x, w.z) if config.gate else None, _decay(config)
     if config.groups is None or z is None or config.qk_norm or config.frequencies:
-        y, cache = _one_after_the_other(run, config, (projected, gamma, z, w.norm), w.qk_norm, x)
+        y, cache = _by_operators(run, config, (projected, gamma, z, w.norm), w.qk_norm, x)
         return running.project_out(y, w.out, x), cache
     # A norm over heads of several devices comes after all that each of them does alone.
     alone = not norm.is_local(run, projected[2], config, config.groups)
@@ -149,7 +149,7 @@ def _mix(
     return running.project_out(_finish(run, config, y, z, w.norm) if alone else y, w.out, x), cache
 
 
-def _one_after_the_other(
+def _by_operators(
     run: running.Run, config: config.LightningAttentionConfig, arrays, qk_norm: tuple = (), x: Any = None
 ) -> running.Mixed:
     """Return the output before the last projection, and the cache after the tokens of the hidden states x."""
@@ -191,7 +191,7 @@ def _decodes(config: config.LightningAttentionConfig, arrays) -> Decodes:
     return Decodes(static, tuple(map(mixing.rows, projected)), None, z=z, norm=weight, gamma=gamma)
 
 
-_MIXER = mixing.Mixer(_one_after_the_other, _decodes, (mixing.PROJECTED, "n", "btn", "n"))
+_MIXER = mixing.Mixer(_by_operators, _decodes, (mixing.PROJECTED, "n", "btn", "n"))
 
 
 LAYER = layer.Definition(

@@ -147,7 +147,7 @@ def _mix(x, w: Mamba2Weights, config: config.Mamba2Config, run: running.Run) -> 
     return running.with_bias(y, w.out_bias), cache
 
 
-def _one_after_the_other(run: running.Run, config: config.Mamba2Config, arrays: mixing.Arrays) -> running.Mixed:
+def _by_operators(run: running.Run, config: config.Mamba2Config, arrays: mixing.Arrays) -> running.Mixed:
     """Return the output of the mixer before its last projection, and the cache after its tokens."""
     projected, weights, bias, dt, A_log, dt_bias, skip, z, weight = arrays
     biases = tuple(None if isinstance(b, tuple) else b for b in bias)
@@ -184,7 +184,7 @@ def _decodes(config: config.Mamba2Config, arrays: mixing.Arrays) -> Decodes:
 
 
 _MIXER = mixing.Mixer(
-    _one_after_the_other, _decodes,
+    _by_operators, _decodes,
     (mixing.PROJECTED, mixing.OF_CHANNELS, mixing.OF_CHANNELS, "btn", "n", "n", "n", "btn", "n"),
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk")
 def chunk_mamba2(
     x: jax.Array,
     dt: jax.Array,
@@ -74,7 +74,7 @@ def chunk_mamba2(
     ...
 
 
-@signature.by_name(operator.recurrent, "recurrent", chunk_mamba2)
+@signature.public_function_by_name(operator.recurrent, "recurrent", chunk_mamba2)
 def recurrent_mamba2(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None = None, *,
     z: jax.Array | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
@@ -89,7 +89,7 @@ def recurrent_mamba2(
     ...
 
 
-@signature.by_name(operator.ragged, "ragged", chunk_mamba2)
+@signature.public_function_by_name(operator.ragged, "ragged", chunk_mamba2)
 def ragged_mamba2(
     x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, states: Pool, cu_seqlens: jax.Array,
     state_indices: jax.Array, *, D: jax.Array | None = None, z: jax.Array | None = None, dt_softplus: bool = False,

@@ -1,7 +1,7 @@
 """Mamba-2 as simple gated linear attention, whose kernels weigh tokens by their step sizes and add the skip.
 
-C, B and x are queries, keys and values. Other implementations, decodes and serving steps take the values dt x, and the
-skip is added to their output.
+C, B and x are queries, keys and values. Other implementations and decodes take the values dt x, and the skip is added
+to their output.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     skip = None if named["D"] is None else jnp.asarray(named["D"], jnp.float32)
     skip = skip if skip is None or skip.ndim == 2 else jnp.broadcast_to(skip[:, None], x.v.shape[2:])
     x, z = x._replace(g=A[None, None] * dt), named["z"]
-    if form == "chunk" and _fused(x, options, implementation):
+    if form == "ragged" or (form == "chunk" and _fused(x, options, implementation)):
         # The gradient passes the maximum: the kernels have that of a log, which is as small as the weight.
         weight = dt + lax.stop_gradient(jnp.maximum(dt, LEAST_WEIGHT) - dt)
         x = x._replace(log_weight=jnp.log(weight), skip=skip)
-        o, state = OPERATOR.chunk(x, options, "fused")
+        o, state = getattr(OPERATOR, form)(x, options, implementation)
     else:
         values = chunking.select_tokens(valid, jnp.asarray(x.v)).astype(jnp.float32)
         weighted = _as(x.v, dt[..., None] * values)

@@ -8,7 +8,7 @@ from chunkwise.shared.call import signature
 from chunkwise.shared.call.checks import Sharding
 
 
-@signature.by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk")
 def chunk_mlstm(
     q: jax.Array,
     k: jax.Array,
@@ -61,7 +61,7 @@ def chunk_mlstm(
     ...
 
 
-@signature.by_name(operator.recurrent, "recurrent", chunk_mlstm)
+@signature.public_function_by_name(operator.recurrent, "recurrent", chunk_mlstm)
 def recurrent_mlstm(
     q: jax.Array,
     k: jax.Array,

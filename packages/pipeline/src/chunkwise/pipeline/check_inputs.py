@@ -1,5 +1,7 @@
 """Check the values of a training batch, for programs that shall raise an error where an operator cannot."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +15,13 @@ from chunkwise.dplr import operator as dplr
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
-from chunkwise.mamba2 import operator as mamba2
 from chunkwise.mlstm import operator as mlstm
+from chunkwise.pipeline.operators import COMPOSITIONS, OPERATORS
 from chunkwise.shared import tuning
 from chunkwise.shared.call import arguments, checks, faults, gates, signature
 from chunkwise.shared.call.arguments import Arguments
 from chunkwise.shared.kernels import chunking, tiles
+from chunkwise.shared.testing.definitions import Composition
 from chunkwise.two_keys import operator as two_keys
 
 # The largest relative error of float32 sums of squares.
@@ -28,7 +31,11 @@ _CONSTANT = 1e-3
 # How many tokens with falling gates, and how many raw numbers between 0 and 1, are no accident.
 _SORTED, _UNSIGNED = 30, 32
 # The user's names of arguments that have other names in the record of an operator.
-_LOW_RANK, _OF_MAMBA2 = dict(g="gk", p="a", w="b"), dict(q="C", k="B", v="x")
+_LOW_RANK = dict(g="gk", p="a", w="b")
+# The arrays of rules and of mLSTM, which recipes may have too.
+_OF_RULES = frozenset("q k v g beta g_gamma p b w a gk i f A_log dt_bias".split())  # noqa: SIM905
+# The arrays that operators of all kinds take.
+_SHARED = "initial_state", "cu_seqlens", "segment_ids"
 # From wrong entries to wrong entries outside of padding.
 Where = Callable[[jax.Array], jax.Array]
 
@@ -72,6 +79,7 @@ def check_inputs(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     allow_padding: bool = False,
+    **others: jax.Array,
 ) -> None:
     """Check the values of a training batch, beyond its shapes and types.
 
@@ -81,7 +89,7 @@ def check_inputs(
 
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
     w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, i and
-    f mLSTM, x Mamba-2, and g [B, T, HV, K] gates per channel. This function finds:
+    f mLSTM, x Mamba-2, g [B, T, HV, K] gates per channel, and the names of all arrays a recipe. This function finds:
 
     - numbers that are not finite, except gates of -inf, and raw forget gates of mLSTM of inf,
     - gates and rates A above 0, such as a decay from 0 to 1 where its log belongs,
@@ -107,30 +115,72 @@ def check_inputs(
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
         look like padding, but 0 is a document here.
       allow_padding: whether padding may follow the last of `cu_seqlens`; static. Without it boundaries end at T.
+      others: arrays of a recipe by names that no other operator has.
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     named = locals() | dict(allow_neg_eigval=doubled)
-    names = _LOW_RANK if gk is not None else _OF_MAMBA2 if x is not None else {}
+    names = _LOW_RANK if gk is not None else {}
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
+    tensors = {name: y for name, y in (named | others).items() if hasattr(y, "shape") and name not in _SHARED}
+    if recipe := _recipe_of(tensors):
+        return _check_recipe(recipe, tensors, named | dict(allow_neg_eigval=allow_neg_eigval))
     arrays, options, more = _to_records(named)
 
     def find() -> Iterator[faults.Fault]:
         yield from _find_faults(arrays, options, allow_neg_eigval, allow_padding, names)
         valid = chunking.valid_tokens(arrays.cu_seqlens, arrays.segment_ids, arrays.q.shape[1])
-        yield from _of_mlstm(more, valid) if x is None else _of_mamba2(more, dt_softplus, valid)
+        yield from _of_mlstm(more, valid)
 
     faults.check_values((*arrays.arrays().values(), *more.values()), find)
 
 
+def _recipe_of(tensors: dict[str, jax.Array]) -> Composition | None:
+    """Return the recipe, or Mamba-2, that takes all arrays of a call and needs no more; None for another operator."""
+    known = [(x, inspect.signature(x.chunk).parameters) for x in COMPOSITIONS if x.values]
+    needed = lambda p: {name for name, x in p.items() if x.default is x.empty} - {"options"}
+    found = [x for x, p in known if needed(p) <= tensors.keys() <= p.keys()]
+    only = min(tensors.keys() - _OF_RULES, default="")
+    checks.check(bool(found) or not only, f"`{only}` must come with all arrays of its operator; got {sorted(tensors)}.")
+    # Two have the same names, for gates per head and per channel.
+    channels = getattr(tensors.get("g"), "ndim", 3) == 4
+    return min(found, key=lambda x: OPERATORS[f"chunk_{x.runs}"].per_channel != channels, default=None)
+
+
+def _check_recipe(recipe: Composition, tensors: dict[str, jax.Array], named: dict[str, Any]) -> None:
+    """Check the arrays of a recipe; its function checks their shapes and types, and refuses other options."""
+    shared, known = {name: named[name] for name in _SHARED}, inspect.signature(check_inputs).parameters
+    options = known.keys() - {*tensors, *shared, "min_gate", "allow_padding", "others"}
+    options = {name: named[name] for name in options if named[name] is not known[name].default}
+    jax.eval_shape(functools.partial(recipe.chunk, **options), **tensors, **shared)
+    states, v, bound = shared.pop("initial_state"), tensors[recipe.definition.values], named["min_gate"]
+    x, kinds = Arguments(v, v, v, **shared), dict(recipe.values)
+    if named["dt_softplus"] or "dt_bias" in tensors:
+        kinds.pop("dt", None)  # raw
+    valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, v.shape[1])
+    inside = lambda wrong: chunking.select_tokens(valid, wrong, False) if wrong.ndim > 2 else wrong
+
+    def find() -> Iterator[faults.Fault]:
+        yield from _of_sequences(x, named["allow_padding"])
+        for name, y in tensors.items():
+            if kinds.get(name) == "log decay":
+                yield from _gates(name, y, inside)
+                yield from () if bound is None else _bound(name, y, bound, inside)
+                yield _sums(name, y, x, valid)
+                continue
+            yield faults.fault(inside(~jnp.isfinite(y)), y, f"`{name}` must be finite")
+            least, most = kinds.get(name, (-math.inf, math.inf))
+            yield faults.fault(inside((y < least) | (y > most)), y, f"`{name}` must be from {least:g} to {most:g}")
+        for y in jax.tree.leaves(states):
+            yield faults.fault(~jnp.isfinite(y), y, "`initial_state` must be finite")
+
+    faults.check_values(jax.tree.leaves((tensors, states, shared)), find)
+
+
 def _to_records(named: dict[str, Any]) -> tuple[Arguments, arguments.Options, dict[str, Any]]:
     """Check the shapes and types of all arguments; return the records, and the arrays that these have no place for."""
-    if named["x"] is not None:
-        arrays, options, _ = mamba2.checked(named | dict(config=None))
-        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
-        return _check_shared(arrays, arrays, options), options, more
     if named["i"] is not None or named["f"] is not None:
         arrays, options = mlstm.check(named | dict(eps=0.0))
         state = named["initial_state"]
@@ -163,11 +213,6 @@ def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps
     else:
         per_channel = getattr(x.g, "ndim", 3) == 4
         (kda if per_channel else gdn).OPERATOR.check(x, options)
-    return _check_shared(x, view, options)
-
-
-def _check_shared(x: Arguments, view: Arguments, options: arguments.Options) -> Arguments:
-    """Check what all operators share, of arguments and of the `view` of them that their operator has; return them."""
     checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
     return arguments.check_shared(view, options)._replace(k=x.k, v=x.v)
 
@@ -177,10 +222,7 @@ def _find_faults(
 ) -> Iterator[faults.Fault]:
     """Yield the faults that the values of a batch may have; `names` has the user's names where others differ."""
     T, raw = x.q.shape[1], options.activation
-    if x.cu_seqlens is not None:
-        yield from _boundaries(x.cu_seqlens, T, allow_padding)
-    if x.segment_ids is not None:
-        yield _padding(x.segment_ids)
+    yield from _of_sequences(x, allow_padding)
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, T)
     # Padding may hold anything. An array may have several entries for a token.
     of = lambda y: valid if valid is None or y.shape[1] == T else jnp.repeat(valid, y.shape[1] // T, axis=1)
@@ -236,14 +278,12 @@ def _of_mlstm(named: dict[str, jax.Array], valid: jax.Array | None) -> Iterator[
         yield faults.fault(wrong, y, f"`{label}` must be {rule}")
 
 
-def _of_mamba2(named: dict[str, jax.Array], raw: bool, valid: jax.Array | None) -> Iterator[faults.Fault]:
-    """Yield the faults of step sizes, which are `raw` before a softplus, rates, skips and gates of Mamba-2 by name."""
-    inside = lambda name, wrong: chunking.select_tokens(valid, wrong, False) if name in ("dt", "z") else wrong
-    for name, y in named.items():
-        yield faults.fault(inside(name, ~jnp.isfinite(y)), y, f"`{name}` must be finite")
-    yield faults.fault(named["A"] > 0, named["A"], "`A` must be at most 0, minus the rate of a decay")
-    if not raw and "dt_bias" not in named:
-        yield faults.fault(inside("dt", named["dt"] < 0), named["dt"], "`dt` must be at least 0 without `dt_softplus`")
+def _of_sequences(x: Arguments, allow_padding: bool) -> Iterator[faults.Fault]:
+    """Yield the faults of boundaries and of ids."""
+    if x.cu_seqlens is not None:
+        yield from _boundaries(x.cu_seqlens, x.q.shape[1], allow_padding)
+    if x.segment_ids is not None:
+        yield _padding(x.segment_ids)
 
 
 def _boundaries(cu_seqlens: jax.Array, T: int, allow_padding: bool) -> Iterator[faults.Fault]:

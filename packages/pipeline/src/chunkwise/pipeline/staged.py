@@ -45,11 +45,10 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
 
 def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax.Array, ...]:
     """Return k, g_cum, A_inv, w and u from the stages before the stage of the states; A_inv may be known."""
-    assert x.g is not None
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
     k, beta = recurrence.unit_keys(x.k, x.beta, options.use_qk_l2norm_in_kernel, cu)
-    g_cum = chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
+    g_cum = None if x.g is None else chunk_local_cumsum(tiles.clip_gate(x.g), C, cu_seqlens=cu, **how)
     # If the inverses are known, only gradients need A.
     if options.erase_before_decay:
         A, of_rows = _before_decay(k, x.p, beta, g_cum, cu, C)
@@ -75,7 +74,7 @@ def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax
         return chunking.select_tokens(place > 0, moved)
 
     p = tiles.repeat_heads(k, beta.shape[2], axis=2) if p is None else p
-    k, g_cum = before(k), before(g_cum)
+    k, g_cum = before(k), None if g_cum is None else before(g_cum)
     A = chunk_scaled_dot_kkt(k, beta, g_cum, cu_seqlens, C, p=p, implementation=_PALLAS)
     A = jnp.pad(A[..., 1:], [(0, 0)] * 3 + [(0, 1)])
     k = tiles.repeat_heads(k, p.shape[2], axis=2)

@@ -20,7 +20,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     return run(k=-jnp.expm1(g).astype(named["q"].dtype), **named | dict(g=g))
 
 
-@signature.by_name(functools.partial(_run, chunk_gla), "chunk", chunk_gla)
+@signature.public_function_by_name(functools.partial(_run, chunk_gla), "chunk", chunk_gla)
 def chunk_hgrn2(
     q: jax.Array, v: jax.Array, g: jax.Array, scale: float | None = None, initial_state: jax.Array | None = None,
     output_final_state: bool = False, **options: Unpack[forms.Whole],
@@ -42,7 +42,7 @@ def chunk_hgrn2(
     ...
 
 
-@signature.by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_hgrn2)
+@signature.public_function_by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_hgrn2)
 def recurrent_hgrn2(
     q: jax.Array, v: jax.Array, g: jax.Array, scale: float | None = None, initial_state: jax.Array | None = None,
     output_final_state: bool = False, **options: Unpack[forms.FewTokens],
@@ -66,4 +66,4 @@ def _inputs(B=1, T=64, H=1, HV=None, K=64, V=64, **options) -> dict[str, jax.Arr
     return {name: y for name, y in x.items() if name not in ("k", "beta")}
 
 
-RECIPE = Composition(chunk_hgrn2, recurrent_hgrn2, "gla", TokenRule(_step), _inputs)
+RECIPE = Composition(chunk_hgrn2, recurrent_hgrn2, "gla", TokenRule(_step), _inputs, values=(("g", "log decay"),))

@@ -85,7 +85,7 @@ def rotate(tokens: sequences.Neighbours, angles, initial, *keys: jax.Array) -> t
     return angle, turned
 
 
-@signature.by_name(functools.partial(_run, chunk_simple_gla), "chunk", chunk_gla)
+@signature.public_function_by_name(functools.partial(_run, chunk_simple_gla), "chunk", chunk_gla)
 def chunk_mamba3(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, dt: jax.Array, trap: jax.Array, angles: jax.Array,
     scale: float | None = 1.0, initial_state: Mamba3State | None = None, output_final_state: bool = False,
@@ -115,7 +115,7 @@ def chunk_mamba3(
     ...
 
 
-@signature.by_name(functools.partial(_run, recurrent_simple_gla), "recurrent", chunk_mamba3)
+@signature.public_function_by_name(functools.partial(_run, recurrent_simple_gla), "recurrent", chunk_mamba3)
 def recurrent_mamba3(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, dt: jax.Array, trap: jax.Array, angles: jax.Array,
     scale: float | None = 1.0, initial_state: Mamba3State | None = None, output_final_state: bool = False,
@@ -166,5 +166,5 @@ RECIPE = Composition(
             jnp.zeros((HV, K, V)), jnp.zeros((HV, K // 4 or 1)), jnp.zeros((HV, K)), jnp.zeros((HV, V))
         ),
     ),
-    _inputs, scale=1.0,
+    _inputs, scale=1.0, values=(("g", "log decay"), ("dt", (0, math.inf)), ("trap", (0, 1))),
 )  # fmt: skip

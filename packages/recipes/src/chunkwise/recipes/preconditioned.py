@@ -65,7 +65,7 @@ def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     return o, PrecondState(S, A)
 
 
-@signature.by_name(functools.partial(_run, "chunk", "B T HV"), "chunk", chunk_gla)
+@signature.public_function_by_name(functools.partial(_run, "chunk", "B T HV"), "chunk", chunk_gla)
 def chunk_precond_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -96,7 +96,9 @@ def chunk_precond_gated_delta_rule(
     ...
 
 
-@signature.by_name(functools.partial(_run, "recurrent", "B T HV"), "recurrent", chunk_precond_gated_delta_rule)
+@signature.public_function_by_name(
+    functools.partial(_run, "recurrent", "B T HV"), "recurrent", chunk_precond_gated_delta_rule
+)
 def recurrent_precond_gated_delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -110,7 +112,9 @@ def recurrent_precond_gated_delta_rule(
     ...
 
 
-@signature.by_name(functools.partial(_run, "chunk", "B T HV K"), "chunk", chunk_precond_gated_delta_rule)
+@signature.public_function_by_name(
+    functools.partial(_run, "chunk", "B T HV K"), "chunk", chunk_precond_gated_delta_rule
+)
 def chunk_precond_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -131,7 +135,7 @@ def chunk_precond_kda(
     ...
 
 
-@signature.by_name(functools.partial(_run, "recurrent", "B T HV K"), "recurrent", chunk_precond_kda)
+@signature.public_function_by_name(functools.partial(_run, "recurrent", "B T HV K"), "recurrent", chunk_precond_kda)
 def recurrent_precond_kda(
     q: jax.Array, k: jax.Array, v: jax.Array, g_atk: jax.Array, g: jax.Array, beta_atk: jax.Array, beta: jax.Array,
     scale: float | None = None, initial_state: PrecondState | None = None, output_final_state: bool = False, *,
@@ -168,11 +172,12 @@ def _inputs(B=1, T=64, H=1, HV=None, K=64, V=64, *, seed=0, num_states=0, **opti
 
 
 _RULE = TokenRule(_step, lambda HV, K, V: PrecondState(jnp.zeros((HV, K, V)), jnp.zeros((HV, K))))
+_VALUES = ("g", "log decay"), ("g_atk", "log decay"), ("beta", (0, 1)), ("beta_atk", (0, 1))
 BY_HEAD = Composition(
     chunk_precond_gated_delta_rule, recurrent_precond_gated_delta_rule, "comba", _RULE, _inputs,
-    implementations=("xla", "fused"),
+    implementations=("xla", "fused"), values=_VALUES,
 )  # fmt: skip
 BY_CHANNEL = Composition(
     chunk_precond_kda, recurrent_precond_kda, "kda", _RULE, functools.partial(_inputs, per_channel=True),
-    implementations=("xla", "fused"),
+    implementations=("xla", "fused"), values=_VALUES,
 )  # fmt: skip

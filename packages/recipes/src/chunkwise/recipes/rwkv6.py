@@ -34,7 +34,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     return o, S
 
 
-@signature.by_name(functools.partial(_run, chunk_gla), "chunk", chunk_gla)
+@signature.public_function_by_name(functools.partial(_run, chunk_gla), "chunk", chunk_gla)
 def chunk_rwkv6(
     r: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, u: jax.Array, scale: float | None = 1.0,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Whole],
@@ -60,7 +60,7 @@ def chunk_rwkv6(
     ...
 
 
-@signature.by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_rwkv6)
+@signature.public_function_by_name(functools.partial(_run, recurrent_gla), "recurrent", chunk_rwkv6)
 def recurrent_rwkv6(
     r: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, u: jax.Array, scale: float | None = 1.0,
     initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.FewTokens],
@@ -86,4 +86,6 @@ def _inputs(B=1, T=64, H=1, HV=None, K=64, V=64, **options) -> dict[str, jax.Arr
     return {names.get(name, name): y for name, y in x.items() if name != "beta"} | dict(u=u)
 
 
-RECIPE = Composition(chunk_rwkv6, recurrent_rwkv6, "gla", TokenRule(_step, queries="r"), _inputs, scale=1.0)
+RECIPE = Composition(
+    chunk_rwkv6, recurrent_rwkv6, "gla", TokenRule(_step, queries="r"), _inputs, scale=1.0, values=(("w", "log decay"),)
+)

@@ -1,6 +1,7 @@
 """The kernels of the inverse and of its gradient: bodies and launchers, and both as one differentiable function."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,48 +11,35 @@ from chunkwise.shared.kernels import launcher, windows
 from chunkwise.solve_tril import config, tile
 
 
-def _solve_kernel(A_ref, A_inv_ref):
-    A_inv_ref[...] = tile.solve_tile(A_ref[...])  # [matrices, C, C]
-
-
 def launch(A: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on matrices A [M, C, C] float32 -> (I + A)^-1 [M, C, C] float32."""
-    M, C, _ = A.shape
-    block = windows.along((cut.matrices, C, C), 0)
-    return launcher.pallas_call(
-        _solve_kernel,
-        A,
-        name=f"solve_tril_fwd_c{C}",
-        # Matrices are independent.
-        grid=(M // cut.matrices,),
-        dimension_semantics=("parallel",),
-        in_specs=[block],
-        out_specs=block,
-        out_shape=compat.out_struct(A.shape, jnp.float32, A),
-        cost_estimate=config.cost(B=1, T=C, HV=M, C=C),
-    )
-
-
-def _solve_bwd_kernel(X_ref, dX_ref, dA_ref):
-    dA_ref[...] = tile.solve_bwd_tile(X_ref[...], dX_ref[...])  # [matrices, C, C]
+    return _launch(tile.solve_tile, "fwd", cut, A)
 
 
 def launch_bwd(X: jax.Array, dX: jax.Array, cut: config.Config) -> jax.Array:
     """Run the kernel on the inverse X and its cotangent dX [M, C, C] float32 -> dA [M, C, C] float32."""
-    M, C, _ = X.shape
+    return _launch(tile.solve_bwd_tile, "bwd", cut, X, dX)
+
+
+def _launch(run: Callable[..., jax.Array], direction: str, cut: config.Config, *x: jax.Array) -> jax.Array:
+    """Run a function of tiles [matrices, C, C] on all matrices [M, C, C]."""
+    M, C, _ = x[0].shape
+
+    def kernel(*refs):
+        refs[-1][...] = run(*(ref[...] for ref in refs[:-1]))
+
     block = windows.along((cut.matrices, C, C), 0)
     return launcher.pallas_call(
-        _solve_bwd_kernel,
-        X,
-        dX,
-        name=f"solve_tril_bwd_c{C}",
+        kernel,
+        *x,
+        name=f"solve_tril_{direction}_c{C}",
         # Matrices are independent.
         grid=(M // cut.matrices,),
         dimension_semantics=("parallel",),
-        in_specs=[block, block],
+        in_specs=[block] * len(x),
         out_specs=block,
-        out_shape=compat.out_struct(X.shape, jnp.float32, X, dX),
-        cost_estimate=config.cost(B=1, T=C, HV=M, C=C, backward=True),
+        out_shape=compat.out_struct(x[0].shape, jnp.float32, *x),
+        cost_estimate=config.cost(B=1, T=C, HV=M, C=C, backward=direction == "bwd"),
     )
 
 

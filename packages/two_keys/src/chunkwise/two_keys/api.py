@@ -15,7 +15,7 @@ from chunkwise.shared.serving.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
 
 
-@signature.of(GDN2.chunk)
+@signature.public_function(GDN2.chunk)
 def chunk_gdn2(
     q: jax.Array,
     k: jax.Array,
@@ -72,7 +72,7 @@ def chunk_gdn2(
     ...
 
 
-@signature.of(GDN2.recurrent, chunk_gdn2)
+@signature.public_function(GDN2.recurrent, chunk_gdn2)
 def recurrent_gdn2(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, b: jax.Array, w: jax.Array,
     scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -86,7 +86,7 @@ def recurrent_gdn2(
     ...
 
 
-@signature.of(GDN2.ragged, chunk_gdn2)
+@signature.public_function(GDN2.ragged, chunk_gdn2)
 def ragged_gdn2(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, b: jax.Array, w: jax.Array, states: Pool,
     cu_seqlens: jax.Array, state_indices: jax.Array,
@@ -96,7 +96,7 @@ def ragged_gdn2(
     ...
 
 
-@signature.of(COMBA.chunk)
+@signature.public_function(COMBA.chunk)
 def chunk_comba(
     q: jax.Array,
     k: jax.Array,
@@ -147,7 +147,7 @@ def chunk_comba(
     ...
 
 
-@signature.of(COMBA.recurrent, chunk_comba)
+@signature.public_function(COMBA.recurrent, chunk_comba)
 def recurrent_comba(
     q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array | None, beta: jax.Array,
     scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
@@ -161,7 +161,7 @@ def recurrent_comba(
     ...
 
 
-@signature.of(COMBA.ragged, chunk_comba)
+@signature.public_function(COMBA.ragged, chunk_comba)
 def ragged_comba(
     q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array | None, beta: jax.Array, states: Pool,
     cu_seqlens: jax.Array, state_indices: jax.Array,

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -169,6 +170,19 @@ class Options(NamedTuple):
     eps: float = 0.0
 
 
+def fold_weights(x: Arguments) -> tuple[Arguments, Callable[[jax.Array], jax.Array]]:
+    """Return arguments whose values have the weights of their tokens, and the function that adds the skip to o.
+
+    Padding, which may hold anything, becomes zeros.
+    """
+    if x.log_weight is None:
+        return x, lambda o: o
+    v = chunking.select_tokens(chunking.valid_tokens(x.cu_seqlens, None, x.v.shape[1]), x.v).astype(jnp.float32)
+    own = 0.0 if x.skip is None else x.skip[None, None] * v
+    weighted = (jnp.exp(x.log_weight)[..., None] * v).astype(x.v.dtype)
+    return x._replace(v=weighted, log_weight=None, skip=None), lambda o: (o.astype(jnp.float32) + own).astype(o.dtype)
+
+
 def total_gate(x: Arguments) -> jax.Array:
     """Return the sum of g and g_gamma, [B, T, HV] or [B, T, HV, K] float32; a gate that is None counts as zeros."""
     total = jnp.zeros(x.v.shape[:3], jnp.float32) if x.g is None else tiles.clip_gate(x.g)
@@ -193,19 +207,15 @@ def as_two_tokens(x: Arguments) -> Arguments:
     return x._replace(**tokens, echo=None)
 
 
+def one_gate(x: Arguments) -> Arguments:
+    """Return arguments with g_gamma added to g; without g a launch of decodes takes g_gamma as it is, or None."""
+    return x if x.g is None else x._replace(g=total_gate(x), g_gamma=None)
+
+
 def choose_scale(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Return arguments whose scale is an array or None, and options with the number that multiplies it."""
     number, array = launcher.split_scale(x.q.shape[-1] ** -0.5 if x.scale is None else x.scale)
     return x._replace(scale=array), options._replace(scale=number)
-
-
-def with_gates(x: Arguments, options: Options) -> Arguments:
-    """Return the arguments of a delta rule, with a zero for every head and token where it got no gates: no decay."""
-    if x.g is not None:
-        return x
-    raw = options.activation.use_gate_in_kernel
-    checks.check(not raw, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
-    return x._replace(g=compat.varying_zeros(x.v.shape[:3], x.q, x.k, x.v))
 
 
 def whole_scale(x: Arguments, options: Options) -> jax.Array:

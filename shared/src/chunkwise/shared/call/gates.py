@@ -60,7 +60,7 @@ _OF_STEP_SIZES = (
 
 
 def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None:
-    """Check the activation, and the arrays of its law for gates g [B, T, HV] or [B, T, HV, K]."""
+    """Check the activation, and the arrays of its law for gates g [B, T, HV] or [B, T, HV, K], or None."""
     flags, laws = activation._asdict(), gate_activation.LAWS
     bound: float | None = flags.pop("lower_bound")
     if isinstance(activation.use_gate_in_kernel, str):
@@ -75,6 +75,8 @@ def check_gate_activation(activation: GateActivation, A_log, dt_bias, g) -> None
         for name, x in dict(A_log=A_log, dt_bias=dt_bias, lower_bound=bound).items():
             checks.check(x is None, f"`{name}` must be None without `use_gate_in_kernel`; got {checks.shown(x)}.")
         return
+    raw = activation.use_gate_in_kernel
+    checks.check(g is not None, f"`use_gate_in_kernel` must be False without `g`; got {raw!r}.")
     number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
     checks.check(
         bound is None or (number and -math.inf < bound < 0),

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable)
 RENAMED = {"gate_lower_bound": "min_gate"}
 
 
-def of(
+def public_function(
     run: Callable[[Arguments, Options, str | None], Any], like: Callable | None = None
 ) -> Callable[[Function], Function]:
     """Return a decorator for functions without a body: the result calls `run`, which is a method of an `Operator`.
@@ -24,13 +24,13 @@ def of(
     The docstring of the function is completed by the texts that `docstrings` has for this method, and by entries of
     `like`, a function of the same operator.
     """
-    return by_name(run, run.__name__, like, to_records)
+    return public_function_by_name(run, run.__name__, like, to_records)
 
 
-def by_name(
+def public_function_by_name(
     run: Callable, kind: str, like: Callable | None = None, split: Callable[[dict[str, Any]], tuple] = lambda x: (x,)
 ) -> Callable[[Function], Function]:
-    """Return a decorator as `of` does, for a `run` that takes all arguments by name in one dict.
+    """Return a decorator as `public_function` does, for a `run` that takes all arguments by name in one dict.
 
     `kind` is a key of `docstrings.KINDS`, and `split` makes other arguments of `run` out of the dict.
     """

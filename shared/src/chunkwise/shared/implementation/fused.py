@@ -86,11 +86,12 @@ def plan_by_chunks(several: ModuleType, one: ModuleType, **options: str) -> Laun
     """Return the plan of `several`, with several chunks a grid step, where it takes the operands, else that of `one`.
 
     Args:
-      several: a module with `takes`, and with `plan`, which returns the arguments of `launcher.launch`.
+      several: a module with `supports`, and with `plan`, which returns the arguments of `launcher.launch`.
       one: a module with `plan`.
       **options: further arguments of both plans.
     """
-    return lambda x, static, outputs: (several if several.takes(x, static) else one).plan(x, static, outputs, **options)
+    module = lambda *call: several if several.supports(*call) else one
+    return lambda x, static, outputs: module(x, static).plan(x, static, outputs, **options)
 
 
 def by_chunks(several: ModuleType, one: ModuleType) -> Launch:
@@ -313,6 +314,7 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run_pooled(kernels: Kernels, x: Arguments, options: Options, routes: pools.Routes) -> tuple[jax.Array, jax.Array]:
     """Run the forward from and to the states of a pool, `x.initial_state`, in place."""
+    x = interleaved.unless_fitting(x, options.chunk_size)
     scale, pool, x = x.scale, pools.as_they_lie(x.initial_state), x._replace(scale=None, initial_state=None)
     static = _in_pieces(kernels, kernels.static_for(x, options, frozenset()), options.block_size, over_pool=True)
     table, count = chunk_spans.pool_spans(x.q.shape[1], static.chunks * static.C, routes, options.block_size)

@@ -74,7 +74,7 @@ class Implementation(NamedTuple):
         values = {name: value for name, value in options._asdict().items() if name not in known}
         return [name for name, value in values.items() if value is not None and value != getattr(default, name)]
 
-    def takes(self, x: Arguments, options: Options) -> bool:
+    def supports(self, x: Arguments, options: Options) -> bool:
         """Return whether it reads the options that are set, and takes arguments of these sizes and types."""
         return not self.unread(options) and not isinstance(self.sizes(x, options, False), str)
 
@@ -119,11 +119,11 @@ def choose(known: dict[str, Implementation], asked: str | None, x: Arguments, op
         asked = "xla"
     if asked is None:
         for_here = (name for name, each in known.items() if each.best_here is not None and each.best_here())
-        asked = next((name for name in for_here if known[name].takes(x, options)), None)
+        asked = next((name for name in for_here if known[name].supports(x, options)), None)
     if asked is None:
         able = [name for name, each in known.items() if not each.unread(options) and each.best_here is None]
         # The only one is not asked for sizes: on a mesh these are the sizes of all devices, and it takes those of one.
-        best = next((name for name in able if len(able) == 1 or known[name].takes(x, options)), "xla")
+        best = next((name for name in able if len(able) == 1 or known[name].supports(x, options)), "xla")
         name = checks.choose_implementation(None, tuple(known), best)
         # Plain JAX is the best where there is no TPU, unless it does not read an option.
         asked = name if name in able else best

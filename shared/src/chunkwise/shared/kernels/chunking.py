@@ -291,10 +291,10 @@ def varlen_tiles(T: int, chunk_size: int, cu_seqlens: jax.Array) -> VarlenTiles:
     Whatever the boundaries hold, all pieces lie within the stream, because kernels read the rows that the pieces name.
     """
     cu_seqlens = rising(cu_seqlens, T)
-    return cut(T, chunk_size, cu_seqlens[:-1], cu_seqlens[1:])[0]
+    return cut_sequences(T, chunk_size, cu_seqlens[:-1], cu_seqlens[1:])[0]
 
 
-def cut(
+def cut_sequences(
     T: int, chunk_size: int, start: jax.Array, end: jax.Array, cuts: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[VarlenTiles, jax.Array]:
     """Cut the sequences of a stream of T tokens every `chunk_size` tokens, at their ends, and at further `cuts`.

@@ -219,16 +219,16 @@ def launch(
       like: by name of an output, the array whose tokens it has, where only some tokens have results.
     """
     tables = {key: x for key, x in tables.items() if x is not None}
-    present, joined = joins.cut({key: y for key, y in inputs.items() if y[0] is not None})
-    written, parted = joins.cut(_written(outputs, requested, like))
+    present, joined = joins.split_interleaved({key: y for key, y in inputs.items() if y[0] is not None})
+    written, parted = joins.split_interleaved(_written(outputs, requested, like))
     fields = *tables, *present, *(f"{key}_out" if key in inputs else key for key in written), *scratch, *joined, *parted
     missing = dict.fromkeys(getattr(refs, "_fields", ()))
     read, operands = [*tables, *present], (*tables.values(), *(x for x, _ in present.values()))
 
     def run(*values) -> None:
         named: dict[str, Any] = missing | dict(zip(fields, values, strict=True))
-        loads = [joins.take(named, key, inputs[key][0]) for key in inputs if key in joined]
-        stores = [joins.take(named, key, like[key]) for key in outputs if key in parted]
+        loads = [joins.refs_of(named, key, inputs[key][0]) for key in inputs if key in joined]
+        stores = [joins.refs_of(named, key, like[key]) for key in outputs if key in parted]
         for load in loads:
             joins.join(*load)
         body(refs(**named))

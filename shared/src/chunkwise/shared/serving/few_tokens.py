@@ -94,7 +94,7 @@ def run_tokens(
     if slots.state_indices is None:
         pool = pool.astype(jnp.float32)
     x, slots = _within_arrays(x, slots, pool.shape[0])
-    x = x._replace(initial_state=None, g=arguments.total_gate(x), g_gamma=None)
+    x = arguments.one_gate(x)._replace(initial_state=None)
     if choose.by_kernel(implementation, x, StatePool(pool), _all_slots(x, slots), static, strict=strict):
         leaves, structure = jax.tree.flatten((x, pool, slots))
         o, states = _fused(static, *structure.unflatten(compat.vary_alike(*leaves)))
@@ -126,7 +126,7 @@ def _plain(static: DecodeStatic, x: Arguments, pool: jax.Array, slots: Slots):
     """Return o and the states, or o and the pool, in plain JAX."""
     states = slot_rows.read_states(pool, slots).astype(jnp.float32)
     o, states = scan_tokens(
-        x.q, x.k, x.v, x.g, x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p,
+        x.q, x.k, x.v, arguments.total_gate(x), x.beta, static.scale, states, x.cu_seqlens, static.normalise, x.p,
         erase_before_decay=static.erase_before_decay, echo=x.echo,
     )  # fmt: skip
     return o, slot_rows.write_states(pool, slots, states)

@@ -24,7 +24,7 @@ from chunkwise.shared.serving.decode.records import DecodeStatic
 from chunkwise.shared.serving.state_pool import StatePool
 
 # The names of the arguments [B, T, ...].
-_TOKENS = ("q", "k", "v", "g", "beta", "p", "echo", "b", "w")
+_TOKENS = ("q", "k", "v", "g", "beta", "p", "echo", "b", "w", "log_weight")
 
 
 def check_step(x: Arguments, options: Options) -> tuple[Arguments, Options]:
@@ -62,7 +62,11 @@ def run_step(plan: Plan, x: Arguments, *, name: str, strict: bool) -> tuple[jax.
       x: arguments that `check_step` returned, as the options of `plan`.
       name: the name of the kernel for decodes.
       strict: whether decodes that do not fit into a kernel are an error; otherwise they go in plain JAX.
+
+    Returns:
+      The outputs, of the tokens with queries alone where x has `Interleaved` ones, and the pool.
     """
+    x = x if plan.implementation.interleaves else interleaved.whole(x)
     options, slots = plan.options, x.slots
     pool = state_pool.as_pool(x.initial_state)
     # The pool is returned in the form that the caller gave: an array or a StatePool.
@@ -75,32 +79,34 @@ def run_step(plan: Plan, x: Arguments, *, name: str, strict: bool) -> tuple[jax.
         return o, returned(pool)
     # XLA moves no reshape into a condition or out of it. So arrays that pass through conditions have all heads in one
     # row, as projections make them and kernels take them.
-    rows = {name: _in_rows(y) for name, y in _of_tokens(x).items()}
-    shapes = {name: y.shape[2:] for name, y in _of_tokens(x).items()}
-    # The most tokens that decodes can have.
-    T = min(x.v.shape[1], slots.state_indices.shape[0] * _most_tokens(step.decodes, options))
+    named = _of_tokens(x)
+    rows = jax.tree.map(_in_rows, named)
+    # An output takes n tokens. T is the most outputs that decodes can have.
+    n, outputs = interleaved.kinds(x.q), interleaved.first(x.q).shape[1]
+    T = min(outputs, slots.state_indices.shape[0] * _most_tokens(step.decodes, options) // n)
 
-    def tokens(most: int | None = None) -> Arguments:
-        return x._replace(**{name: y[:, :most].reshape(1, -1, *shapes[name]) for name, y in rows.items()})
+    def tokens(most: int) -> Arguments:
+        first = lambda row, y: row[:, : most * y.shape[1] // outputs].reshape(1, -1, *y.shape[2:])
+        return x._replace(**jax.tree.map(first, rows, named))
 
     def run_decodes(pool):
         few = tokens(T)._replace(cu_seqlens=jnp.stack([jnp.int32(0), step.tokens]))
         run_alone = functools.partial(_decode, name, plan.implementation.name, strict, pool, step, slots)
         o, pool = implementations.run(Plan(Implementation("xla", run_alone), options), few)
-        return _in_rows(o), pool
+        return _in_rows(interleaved.select_queries(few.q, o)), pool
 
     def prefill_beside(leading, pool):
-        o, pool = _prefill(plan, tokens(), pool, step.prefills, accepted)
-        o = _in_rows(o)
-        decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < step.tokens
+        o, pool = _prefill(plan, tokens(outputs), pool, step.prefills, accepted)
+        o = _in_rows(interleaved.select_queries(x.q, o))
+        decoded = lax.broadcasted_iota(jnp.int32, (1, T, 1), 1) < (step.tokens if n == 1 else step.tokens // n)
         return o.at[:, :T].set(jnp.where(decoded, leading, o[:, :T])), pool
 
     # A serving step without decodes, or without prefills, spends no time on them.
     nothing = lambda T: jnp.zeros((1, T, rows["v"].shape[2]), x.v.dtype)
     leading, pool = lax.cond(step.tokens > 0, run_decodes, lambda pool: (nothing(T), pool), pool)
-    only = lambda leading, pool: (nothing(x.v.shape[1]).at[:, :T].set(leading), pool)
+    only = lambda leading, pool: (nothing(outputs).at[:, :T].set(leading), pool)
     o, pool = lax.cond(step.boundaries[-1] > step.tokens, prefill_beside, only, leading, pool)
-    return o.reshape(x.v.shape), returned(pool)
+    return o.reshape(1, outputs, *x.v.shape[2:]), returned(pool)
 
 
 def _most_tokens(routes: pools.Routes, options: Options) -> int:
@@ -144,14 +150,14 @@ def _prefill(
         name: jnp.where(owned.reshape(*owned.shape, *(1,) * (y.ndim - 2)), y, jnp.zeros((), y.dtype))
         for name, y in _of_tokens(x).items()
     }
-    x = x._replace(initial_state=states, cu_seqlens=boundaries, **tokens)
+    x, with_skip = arguments.fold_weights(x._replace(initial_state=states, cu_seqlens=boundaries, **tokens))
     o, after = implementation.run(x, options, None)
     assert after is not None
     if routes.blocks is not None:
         assert implementation.chunk_states is not None
         kept = implementation.chunk_states(x, options)[0]
         pool = _write_blocks(pool, kept, after[1:], routes, options)
-    return o.astype(dtype), state_pool.store(pool, routes.target[:, 0], after[1:])
+    return with_skip(o.astype(dtype)), state_pool.store(pool, routes.target[:, 0], after[1:])
 
 
 def _prefill_in_two(plan: Plan, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None):
@@ -212,14 +218,15 @@ def _decode(
     """Return the outputs of the decodes, whose tokens are the first tokens of x, and the pool."""
     routes, accepted = step.decodes, slots.num_accepted_tokens
     scale, W = x.scale, _most_tokens(routes, options)
-    x = x._replace(g=arguments.total_gate(x), g_gamma=None, scale=None, cu_seqlens=arguments.ABSENT)
+    x, with_skip = arguments.fold_weights(x)
+    x = arguments.one_gate(x)._replace(scale=None, cu_seqlens=arguments.ABSENT)
     static = records.static_of_rule(name, W, True, x, options)
     if choose.by_kernel(implementation, x, pool, slots, static, strict=strict):
         made, _, pool = launch.launch(records.of_rule(static, x), (), pool, step.boundaries, slots)
         made = made.reshape(x.v.shape)
     else:
         made, pool = _plain_tokens(static, x, pool, routes, accepted)
-    return launcher.scaled(made, scale), pool
+    return with_skip(launcher.scaled(made, scale)), pool
 
 
 def _plain_tokens(
@@ -230,7 +237,8 @@ def _plain_tokens(
     token = routes.start[:, None] + jnp.arange(W, dtype=jnp.int32)[None]  # [N, W]
     token = jnp.where(token < routes.end[:, None], token, jnp.int32(x.v.shape[1]))
     q, k, v, g, beta, p, echo = jax.tree.map(
-        lambda y: y[0].at[token].get(mode="fill", fill_value=0), (x.q, x.k, x.v, x.g, x.beta, x.p, x.echo)
+        lambda y: y[0].at[token].get(mode="fill", fill_value=0),
+        (x.q, x.k, x.v, arguments.total_gate(x), x.beta, x.p, x.echo),
     )  # [N, W, ...]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if static.normalise:

@@ -50,6 +50,8 @@ class Composition(NamedTuple):
       gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
       smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
         where all have one.
+      values: what `check_inputs` knows of its arrays by name: "log decay", or the least and the largest number. It is
+        empty where `check_inputs` has a part for the operator.
     """
 
     chunk: Callable
@@ -63,6 +65,7 @@ class Composition(NamedTuple):
     implementations: tuple[str, ...] = ("xla", "staged", "fused")
     gradients: tuple[tuple[str, float], ...] = ()
     smooth: Callable[..., np.ndarray] | None = None
+    values: tuple[tuple[str, Any], ...] = ()
 
     def reference(self, x: dict[str, Any], **options) -> tuple[np.ndarray, Any, dict[str, Any]]:
         """Return `reference` of the definition with the scale of the operator."""

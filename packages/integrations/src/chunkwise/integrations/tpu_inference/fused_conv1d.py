@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from chunkwise.integrations.serving import convolve, raw_gates, split_heads, step_of
-from chunkwise.layers.mixer.mixing import Step, in_one_launch
+from chunkwise.layers.mixer.mixing import Step, fused_step
 from chunkwise.pipeline import ragged_gated_delta_rule, ragged_kda, ragged_simple_gla
 from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.call.gates import GateActivation
@@ -129,7 +129,7 @@ def fused_conv1d_mamba2(
 def _delta_rule(
     operator, qkv, b, a, pools, conv, sizes, step, implementation, *, A_log, dt_bias, use_qk_l2norm_in_kernel, **gates
 ) -> Updated:
-    def one_after_the_other() -> Step:
+    def by_operators() -> Step:
         y, conv_state = convolve(qkv, pools[0], *conv, step, implementation)
         q, k, v = split_heads("qkv", y, *sizes)
         o, state = operator(
@@ -145,7 +145,7 @@ def _delta_rule(
         () if bias is None else (bias,), A_log, dt_bias,
     )  # fmt: skip
     slots = Slots(**{name: step[name] for name in Slots._fields})
-    o, (conv_state,), pool = in_one_launch(
-        mixer, (pools[0],), StatePool(pools[1]), step["cu_seqlens"], slots, implementation, one_after_the_other
+    o, (conv_state,), pool = fused_step(
+        mixer, (pools[0],), StatePool(pools[1]), step["cu_seqlens"], slots, implementation, by_operators
     )
     return (conv_state, pool.states), o

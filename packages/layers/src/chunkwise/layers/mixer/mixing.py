@@ -41,12 +41,12 @@ class Mixer(NamedTuple):
     """What a layer does between its projections.
 
     Attributes:
-      one_after_the_other: from a run, the config and the arrays to the output [B, T, HV, V], and the cache after.
+      by_operators: from a run, the config and the arrays to the output [B, T, HV, V], and the cache after.
       decodes: from the config and the arrays to the record of all of it for single tokens.
       letters: how the arrays are split, in letters of `division.Letters`, in their structure.
     """
 
-    one_after_the_other: Callable[[running.Run, Any, Arrays], running.Mixed]
+    by_operators: Callable[[running.Run, Any, Arrays], running.Mixed]
     decodes: Callable[[Any, Arrays], Decodes]
     letters: tuple[Any, ...]
 
@@ -61,8 +61,8 @@ def way(run: running.Run, mixer: Mixer, x: jax.Array) -> Callable[..., running.M
     It returns the output of a layer before its last projection [B, T, HV, V], and the cache after its tokens.
     """
     if isinstance(run, running.Serving):
-        return functools.partial(_over_step, mixer)
-    return functools.partial(_over_token, mixer) if run.continues_by_one(x) else mixer.one_after_the_other
+        return functools.partial(_serve_step, mixer)
+    return functools.partial(_decode_token, mixer) if run.continues_by_one(x) else mixer.by_operators
 
 
 def delta_rule(operators: running.Operators, *, activation: str, eps: float, **gates: Any) -> Mixer:
@@ -78,7 +78,7 @@ def delta_rule(operators: running.Operators, *, activation: str, eps: float, **g
       **gates: further arguments of the operator about its gates.
     """
 
-    def one_after_the_other(run, config, arrays):
+    def by_operators(run, config, arrays):
         projected, conv, g, beta, z, weight, A_log, dt_bias = arrays
         pairs = list(map(run.convolve, range(3), projected, conv, (None,) * 3, config.heads))
         q, k, v = (running.by_head(y, count) for (y, _), count in zip(pairs, config.heads, strict=True))
@@ -98,7 +98,7 @@ def delta_rule(operators: running.Operators, *, activation: str, eps: float, **g
         tokens = tuple(map(rows, projected)), rows(g), rows(beta), rows(z)
         return Decodes(static, *tokens, tuple(conv), (), A_log, dt_bias, weight)
 
-    return Mixer(one_after_the_other, decodes, (PROJECTED, OF_CHANNELS, "btn", "btn", "btn", "", "n", "n"))
+    return Mixer(by_operators, decodes, (PROJECTED, OF_CHANNELS, "btn", "btn", "btn", "", "n", "n"))
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -106,29 +106,29 @@ def rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[2])
 
 
-def _over_step(mixer: Mixer, run: running.Serving, config: config.LayerConfig, arrays: Arrays) -> running.Mixed:
+def _serve_step(mixer: Mixer, run: running.Serving, config: config.LayerConfig, arrays: Arrays) -> running.Mixed:
     """Mix the tokens of a serving step."""
     if (division := _find_division(run, config, arrays)) is not None:
         named = {name: checks.as_int32(y) for name, y in run.slots.items() if hasattr(y, "shape")}
         tree = run.pool, named, arrays
         if not _divides(division, run, config, mixer, tree):
-            return mixer.one_after_the_other(run, config, arrays)
-        return _on_devices(functools.partial(_over_step, mixer), division, run, config, mixer, tree)
+            return mixer.by_operators(run, config, arrays)
+        return _on_devices(functools.partial(_serve_step, mixer), division, run, config, mixer, tree)
     x, pool = mixer.decodes(config, arrays), state_pool.as_pool(run.pool.state)
     x = x._replace(static=x.static._replace(W=run.decode_tokens or 1))
     slots = Slots(**{name: run.slots[name] for name in Slots._fields if name != "block_state_indices"})
 
     def others() -> Step:
-        y, cache = mixer.one_after_the_other(run, config, arrays)
+        y, cache = mixer.by_operators(run, config, arrays)
         return y.reshape(-1, config.HV * config.V), cache.conv, state_pool.as_pool(cache.state)
 
-    o, conv, after = in_one_launch(x, run.pool.conv, pool, run.step.cu_seqlens, slots, run.implementation, others)
+    o, conv, after = fused_step(x, run.pool.conv, pool, run.step.cu_seqlens, slots, run.implementation, others)
     # A pool is returned as it came.
     state = after if pool is run.pool.state else after.states
     return o.reshape(1, -1, config.HV, config.V), caches.Cache(conv, state)
 
 
-def _over_token(mixer: Mixer, run: running.Sequences, config: config.LayerConfig, arrays: Arrays) -> running.Mixed:
+def _decode_token(mixer: Mixer, run: running.Sequences, config: config.LayerConfig, arrays: Arrays) -> running.Mixed:
     """Mix one token of each row, which follows a cache."""
     cache = run.cache
     # Only with a cache there is a token before.
@@ -136,7 +136,7 @@ def _over_token(mixer: Mixer, run: running.Sequences, config: config.LayerConfig
     tree = cache, {}, arrays
 
     def others(cache, _, arrays):
-        return mixer.one_after_the_other(dataclasses.replace(run, cache=cache), config, arrays)
+        return mixer.by_operators(dataclasses.replace(run, cache=cache), config, arrays)
 
     def together(cache, _, arrays):
         x, slots = mixer.decodes(config, arrays), _rows_as_slots(arrays)
@@ -149,8 +149,8 @@ def _over_token(mixer: Mixer, run: running.Sequences, config: config.LayerConfig
         one_launch = choose.by_kernel(run.implementation, x, StatePool(cache.state), slots, conv=cache.conv)
     else:
         one_launch = _divides(division, run, config, mixer, tree)
-        over_token = functools.partial(_over_token, mixer)
-        together = functools.partial(_on_devices, over_token, division, run, config, mixer)
+        decode_token = functools.partial(_decode_token, mixer)
+        together = functools.partial(_on_devices, decode_token, division, run, config, mixer)
         together = lambda *tree, together=together: together(tree)
     if not one_launch:
         return others(*tree)
@@ -204,7 +204,7 @@ def _on_devices(
     mix_here: Callable[..., running.Mixed], division: partition.Division, run: running.Run,
     config: config.LayerConfig, mixer: Mixer, tree,
 ) -> running.Mixed:  # fmt: skip
-    """Call `_over_step` or `_over_token` on all devices of a mesh, each with its rows and heads."""
+    """Call `_serve_step` or `_decode_token` on all devices of a mesh, each with its rows and heads."""
     devices = partition.size_of(division.mesh, division.axes["n"])
     config = dataclasses.replace(config, H=config.H // _key_heads(division, config), HV=config.HV // devices)
 
@@ -218,7 +218,7 @@ def _on_devices(
     return partition.on_devices(on_device, division, tree, letters, ("btn", letters[0]))
 
 
-def in_one_launch(
+def fused_step(
     x: Decodes, conv: tuple[jax.Array, ...], pool: StatePool, cu_seqlens: jax.Array, slots: Slots,
     implementation: str | None, otherwise: Callable[[], Step],
 ) -> Step:  # fmt: skip

@@ -67,7 +67,7 @@ def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = No
     filled = start < end
     target = routes.target[:, 0]
     if routes.blocks is None:
-        p, final = chunking.cut(T, C, start, end)
+        p, final = chunking.cut_sequences(T, C, start, end)
     else:
         assert block_size is not None
         # Full blocks are numbered through all sequences; there are at most as many as fit into T tokens.
@@ -81,7 +81,7 @@ def pool_spans(T: int, C: int, routes: pools.Routes, block_size: int | None = No
         M = routes.blocks.shape[1]
         slot = chunking.take(routes.blocks.reshape(-1), owner * M + place - 1)
         slot = jnp.where((owner < N) & (place <= M), slot, jnp.int32(-1))
-        p, final = chunking.cut(T, C, start, end, (token, owner))
+        p, final = chunking.cut_sequences(T, C, start, end, (token, owner))
         target = jnp.concatenate([target, slot])
     # The slot that a piece writes, -1 for none: a piece writes where a sequence or a block ends.
     spans = jnp.arange(p.chunk.shape[0], dtype=jnp.int32)

@@ -16,7 +16,7 @@ from chunkwise.shared.kernels import interleaved, matmul, packed
 from chunkwise.shared.kernels.spans import layout
 
 
-def cut(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_interleaved(named: Mapping[str, tuple[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return arrays by name, each with its spec, with the arrays of interleaved ones; and buffers by name.
 
     The buffer of the same name is for the tokens, and `name.tiles` is for the registers of `join`, if it needs them.
@@ -64,7 +64,7 @@ def take_arrays(named: dict[str, Any], name: str, n: int) -> list[Any]:
     return [named.pop(f"{name}.{i}", None) for i in range(n)]
 
 
-def take(named: dict[str, Any], name: str, x: Any) -> tuple[Any, list[Any], Any]:
+def refs_of(named: dict[str, Any], name: str, x: Any) -> tuple[Any, list[Any], Any]:
     """Return the arguments of `join` and `separate` from the Refs of a launch, which keep the tokens of x alone."""
     arrays, lanes = take_arrays(named, name, len(x.arrays)), x.shape[2]
     if _in_one_block(x):

@@ -162,7 +162,7 @@ def sum_value_heads(x: jax.Array, group: int) -> jax.Array:
     return jnp.stack([sum(x[i + j] for j in range(group)) for i in range(0, x.shape[0], group)])
 
 
-def view(refs: Refs, places: Mapping[str, Any]) -> Refs:
+def slice_refs(refs: Refs, places: Mapping[str, Any]) -> Refs:
     """Return a record of Refs with those at these names replaced by their parts at these places; None stays None."""
     found = {name: getattr(refs, name) for name in places}
     return refs._replace(**{name: ref.at[places[name]] for name, ref in found.items() if ref is not None})

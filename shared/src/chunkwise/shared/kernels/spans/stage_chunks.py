@@ -79,10 +79,10 @@ class StageChunk(NamedTuple):
         if self.masks is not None:
             nonfinite.poison(self.nonfinite_rows, self.masks, results, *states, in_lanes=in_lanes)
 
-    def take(self, S: jax.Array, owned: jax.Array, part: slice = slice(None)) -> tuple["StageChunk", jax.Array]:
+    def state_in(self, S: jax.Array, owned: jax.Array, part: slice = slice(None)) -> tuple["StageChunk", jax.Array]:
         """Return the chunk, and the state before it without what is not finite; its sequence has the rows `owned`.
 
-        The chunk that is returned knows whether the state was finite, for `give` and `poisoned`. They do without a
+        The chunk that is returned knows whether the state was finite, for `decay_out` and `poisoned`. They do without a
         branch, which would stand between the chunks of a grid step. `part` is described in `nonfinite.take_state`.
         """
         if self.masks is None:
@@ -90,7 +90,7 @@ class StageChunk(NamedTuple):
         S, nonfinite_rows = nonfinite.take_state(S, self.nonfinite_rows, owned, part)
         return self._replace(nonfinite_rows=nonfinite_rows), S
 
-    def give(self, decay: jax.Array, owned: jax.Array) -> jax.Array:
+    def decay_out(self, decay: jax.Array, owned: jax.Array) -> jax.Array:
         """Return the decay of the state over the chunk; NaN if the state after it, with the rows `owned`, is to be."""
         return decay if self.masks is None else nonfinite.give_state(decay, self.nonfinite_rows, owned)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.call.gates import GateActivation
-from chunkwise.shared.kernels import gate_activation, packed
+from chunkwise.shared.kernels import gate_activation, packed, tiles
 
 # The most tokens of a decode that the kernel takes at once: it has code for each pair of them.
 MOST_TOKENS = 8
@@ -153,8 +153,9 @@ class Decodes(NamedTuple):
         q, k, v = (cut(y, heads) for y, heads in zip(self.x, (s.H, s.H, s.HV), strict=True))
         g, beta, p = (None if y is None else cut(y, s.HV) for y in (self.g, self.beta, self.p))
         echo = None if self.echo is None else cut(self.echo, s.H)
+        gamma = None if self.gamma is None else jnp.split(self.gamma, parts)[i]
         static = s._replace(H=H, HV=s.HV // parts, first=i * s.HV // parts)
-        return self._replace(static=static, x=(q, k, v), g=g, beta=beta, p=p, echo=echo)
+        return self._replace(static=static, x=(q, k, v), g=g, beta=beta, p=p, echo=echo, gamma=gamma)
 
     @property
     def lanes(self) -> int:
@@ -201,4 +202,8 @@ def of_rule(static: DecodeStatic, x: Arguments) -> Decodes:
         """Return the heads of every token side by side."""
         return None if y is None else y.reshape(-1, y[0, 0].size)
 
-    return Decodes(static, tuple(map(row, (x.q, x.k, x.v))), row(x.g), row(x.beta), p=row(x.p), echo=row(x.echo))
+    gamma = None
+    if x.g is None:
+        gamma = jnp.zeros(static.HV, jnp.float32) if x.g_gamma is None else tiles.clip_gate(x.g_gamma)
+    rows = {name: row(getattr(x, name)) for name in ("g", "beta", "p", "echo")}
+    return Decodes(static, tuple(map(row, (x.q, x.k, x.v))), **rows, gamma=gamma)

@@ -39,7 +39,7 @@ PREPARED, INVERTED, FINISHED, PASSED = 4, 16, 4, 8
 FEW = 4
 
 
-def takes(x: Operands, static: FusedStatic) -> bool:
+def supports(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
     # Masks cost more than 16 heads gain.
     return static.in_long_spans().chunks > 1 and (x.owner is None or static.config.heads < 16)
@@ -82,16 +82,17 @@ def _grid_step(
         first, last = ("pxpxpmpxpm", "xpmxp") if 4 <= s.heads <= 8 else ("xpmxpmpxpmp", "xpxp")
         order = first + "pmp" * (n - 2) + last + "fp" * n if inverts else "m" + "mpfp" * n
     if inverts:
-        inverted = every.split(INVERTED)
-        stages["x"] = inverting = _together([_invert(refs, heads, k.dtype, inverses) for heads in inverted])
+        inverses = {heads: [] for heads in every.split(INVERTED)}
+        each = [loads.invert(refs, heads.packs_at, k.dtype, found) for heads, found in inverses.items()]
+        stages["x"] = inverting = _advance_all(each)
         if passes:
-            stages["f"] = _finish(refs, every, inverting, inverses, lefts)
+            stages["f"] = _make_left(refs, every, inverting, inverses, lefts)
     elif passes:
         stages["f"] = _read_inverses(refs, chunks, k, staged, lefts)
     schedule.interleave(order, **{name: stages.get(name, iter(())) for name in "xmpf"})
     for remaining in stages.values():
         schedule.finish(remaining)
-    _hand_on(refs, q, k, staged, inverses, lefts)
+    _store_for_next_step(refs, q, k, staged, inverses, lefts)
     if refs.M is not None:
 
         @pl.when(prev[-1].span.last == 1)
@@ -120,20 +121,12 @@ def _prepare(
     yield
     for part in parts:
         masks = chunks[part.first // s.heads].masks
-        of_part = gates if masks is None else tile.of_one_chunk(gates, part)
+        of_part = gates if masks is None else tile.select_chunk(gates, part)
         staged[part] = kernel.prepare(refs, q, k, of_part, part, masks, static)
         yield
 
 
-def _invert(refs: GdnRefs, heads: tile.Heads, dtype, inverses: dict) -> Iterator[None]:
-    """Leave A_inv of some heads in `inverses`, by these heads."""
-    count = 2 if dtype == jnp.bfloat16 else 3
-    for A_inv in inverse.block_doubling(refs.blocks[heads.packs_at], refs.A[heads.packs_at], count):
-        inverses[heads] = A_inv
-        yield
-
-
-def _together(each: list[Iterator]) -> Iterator[None]:
+def _advance_all(each: list[Iterator]) -> Iterator[None]:
     """Advance all iterators together, until the last one ends."""
     done = object()
     while each:
@@ -141,15 +134,15 @@ def _together(each: list[Iterator]) -> Iterator[None]:
         yield
 
 
-def _finish(refs: GdnRefs, every: tile.Heads, inverting: Iterator, inverses: dict, lefts: dict) -> Iterator[None]:
+def _make_left(refs: GdnRefs, every: tile.Heads, inverting: Iterator, inverses: dict, lefts: dict) -> Iterator[None]:
     """Leave L in `lefts`, some heads at a time, once the inverse is whole."""
     schedule.finish(inverting)
     for part in every.split(FINISHED):
         heads = [x for x in inverses if x.first <= part.first][-1]
-        A_inv = inverses[heads][part._replace(first=part.first - heads.first).packs_at]
+        A_inv = inverses[heads][-1][part._replace(first=part.first - heads.first).packs_at]
         at = part.packs_at
         scores = None if refs.scores is None else refs.scores[at]
-        lefts[part] = left_of_values(refs, scores, A_inv, refs.end[at] * A_inv, refs.keys[part.keys_at], part)
+        lefts[part] = value_factor(refs, scores, A_inv, refs.end[at] * A_inv, refs.keys[part.keys_at], part)
         yield
 
 
@@ -160,11 +153,11 @@ def _read_inverses(refs: GdnRefs, chunks: list, k, staged: dict, lefts: dict) ->
         part, values = list(staged.items())[len(lefts)]
         inverses = A_inv[part.packs_at]
         ends = values["end"] * inverses
-        lefts[part] = left_of_values(refs, values.get("scores"), inverses, ends, k[part.keys_at], part)
+        lefts[part] = value_factor(refs, values.get("scores"), inverses, ends, k[part.keys_at], part)
         yield
 
 
-def left_of_values(refs: GdnRefs, scores, A_inv, A_end, k, part: tile.Heads) -> jax.Array:
+def value_factor(refs: GdnRefs, scores, A_inv, A_end, k, part: tile.Heads) -> jax.Array:
     """Return the rows of L that are requested, [P A_inv; A_inv; K^T A_end] of every head, packed, as parts.
 
     Args:
@@ -195,7 +188,7 @@ def _pass_chunks(
         stored = chunk.valid if static.varlen else None
         # After a product, whole columns of a state are not finite, so its first rows show it.
         search = slice(0, 8) if refs.initial_state is None or chunk.index else slice(None)
-        chunk, S = chunk.take(_state_before(refs, chunk, part), chunk.carried, search)  # [heads, K, channels]
+        chunk, S = chunk.state_in(_state_before(refs, chunk, part), chunk.carried, search)  # [heads, K, channels]
         if refs.h is not None:
             refs.h[chunk.index, part.values_at] = S.astype(refs.h.dtype)
         start = tile.head_columns(refs.start_prev[here.packs_at], part, S.shape[2])  # [heads, C, channels]
@@ -207,7 +200,7 @@ def _pass_chunks(
             # The channels of M have no values.
             v = packed.beside([v, jnp.zeros((*v.shape[:2], s.K), jnp.float32)])[..., : S.shape[2]]
         added = packed.multiply_packed(refs.left[here.packs_at], v - start * KS, part.p, refs.k.dtype)
-        refs.state[part.values_at] = chunk.give(start[:, -1:], chunk.ending) * S + added[:, -s.K :]
+        refs.state[part.values_at] = chunk.decay_out(start[:, -1:], chunk.ending) * S + added[:, -s.K :]
         results = [] if QS is None else [(refs.o, (static.scale * start) * QS + added[:, : s.C])]
         if refs.v_new_over_beta is not None:
             results.append((refs.v_new_over_beta, added[:, -s.K - s.C : -s.K]))
@@ -228,35 +221,28 @@ def _state_before(refs: GdnRefs, chunk: stage_chunks.StageChunk, part: tile.Head
     return packed.beside([before, M])[..., : S.shape[2]]
 
 
-def _hand_on(refs: GdnRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
+def _store_for_next_step(refs: GdnRefs, q, k, staged: dict, inverses: dict, lefts: dict) -> None:
     """Store what the next grid step reads, last, because this one reads there what the one before stored."""
     if refs.A_inv_out is not None:
         n = refs.A_inv_out.shape[1]
-        for heads, A_inv in inverses.items():
+        for heads, found in inverses.items():
             for i in range(heads.packs_at.start, heads.packs_at.stop):
-                refs.A_inv_out[i // n, i % n] = A_inv[i - heads.packs_at.start]
+                refs.A_inv_out[i // n, i % n] = found[-1][i - heads.packs_at.start]
     for part, left in lefts.items():
         refs.left[part.packs_at] = left
     if refs.keys is not None:
         handed = ("start_prev", refs.start), ("keys_prev", refs.keys), ("queries_prev", refs.queries)
-        _store(refs, {name: ref[...] for name, ref in handed if ref is not None})
-        _store(refs, {"keys": k, "queries": q})
+        loads.store(refs, {name: ref[...] for name, ref in handed if ref is not None})
+        loads.store(refs, {"keys": k, "queries": q})
     elif refs.keys_prev is not None:
-        _store(refs, {"keys_prev": k, "queries_prev": q})
+        loads.store(refs, {"keys_prev": k, "queries_prev": q})
         refs = refs._replace(start=refs.start_prev)
     for part, values in staged.items():
-        _store(refs, values, part.packs_at)
-
-
-def _store(refs: GdnRefs, values: dict[str, Any], at: object = ...) -> None:
-    """Store arrays in the Refs of their names that the launch has."""
-    for name, x in values.items():
-        if getattr(refs, name) is not None:
-            getattr(refs, name)[at] = x
+        loads.store(refs, values, part.packs_at)
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-    """Return the launch of the forward, as `kernel.launch_of` does, for what `takes` says."""
+    """Return the launch of the forward, as `kernel.launch_of` does, for what `supports` says."""
     static = static.in_long_spans()
     x, C, inverts, passes = x.in_spans_of(static), static.C, x.A_inv is None, {*outputs} != {"A_inv"}
     stages, scratch = 1 + inverts + passes, kernel.buffers(x, static, outputs)

@@ -47,13 +47,13 @@ class Group(NamedTuple):
     passed: list[tuple[jax.Array, ...]]
 
 
-def takes(x: Operands, static: FusedStatic) -> bool:
+def supports(x: Operands, static: FusedStatic) -> bool:
     """Return whether the launch is for these operands."""
     return static.in_even_spans().chunks > 1 and (x.owner is None or static.config.heads_bwd < 16)
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:
-    """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
+    """Return the launch of the backward, as `kernel_bwd.plan` does, for what `supports` says."""
     static = static.in_even_spans()
     return kernel_bwd.plan(x.in_spans_of(static), static, outputs, _kernel)
 
@@ -107,7 +107,7 @@ def _prepare(refs, chunks: list[stage_chunks.StageChunk], loaded, gates: tile.Ga
     """Return a group of chunks with what needs no state."""
     heads = s.in_chunk(chunks[0].index, s).over(len(chunks))
     q, k = (jnp.concatenate([x[i] for x in loaded]) for i in (0, 1))
-    gate = tile.pack_gates(gates if chunks[0].masks is None else tile.of_one_chunk(gates, heads), heads)
+    gate = tile.pack_gates(gates if chunks[0].masks is None else tile.select_chunk(gates, heads), heads)
     pairs, *decays = tile.boundary_decays(gate, heads, chunks[0].masks)
     scores = tile.scores([k, q], k, gate, pairs, heads)
     A_inv, do = stage_chunks.load_each(refs.A_inv, chunks), _load_tokens(chunks, refs.do, s)
@@ -124,7 +124,7 @@ def _pass_chunk(refs, group: Group, i: int, part: tile.Heads, static: FusedStati
     # After a product, whole columns of a gradient are not finite, so its first rows show it.
     last = group.chunks[i].index == static.chunks - 1
     search = slice(0, 8) if refs.dht is None or not last else slice(None)
-    chunk, dS = group.chunks[i].take(refs.dstate[...], group.chunks[i].ending, search)
+    chunk, dS = group.chunks[i].state_in(refs.dstate[...], group.chunks[i].ending, search)
     values, packs = part.values_at, part.packs_at
     q, k, do = group.q[part.keys_at], group.k[part.keys_at], group.do[values]
     start, end, beta = (tile.head_columns(x[packs], part, part.V) for x in (*group.decays, group.gate.beta))
@@ -132,7 +132,7 @@ def _pass_chunk(refs, group: Group, i: int, part: tile.Heads, static: FusedStati
     of_values = yield from tile_bwd.back_to_values(k, QK, D, group.A_inv[packs], do, dS, static.scale, end, beta, part)
     yield
     before = tile_bwd.back_to_state(q, k, do, of_values[-1], dS, static.scale, start, part)
-    refs.dstate[...], group.chunks[i] = chunk.give(before, chunk.carried), chunk
+    refs.dstate[...], group.chunks[i] = chunk.decay_out(before, chunk.carried), chunk
     group.passed.insert(0, (dS, *of_values))
     yield
 

@@ -41,13 +41,13 @@ class KdaGroup(NamedTuple):
     passed: list[tuple[jax.Array, ...]]
 
 
-def takes(x: KdaOperands, static: KdaStatic) -> bool:
+def supports(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
     return static.in_even_spans().chunks > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
-    """Return the launch of the backward, as `kernel_bwd.plan` does, for what `takes` says."""
+    """Return the launch of the backward, as `kernel_bwd.plan` does, for what `supports` says."""
     static = static.in_even_spans()
     return kernel_bwd.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
@@ -124,7 +124,7 @@ def _prepare(refs, chunks: list[stage_chunks.StageChunk], views: list, static: K
 def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[None]:
     """Take the gradient of the state back through a chunk of a group."""
     heads, dtype = static.config.heads_bwd, refs.do.dtype
-    chunk, dS = group.chunks[i].take(refs.dstate[...], group.chunks[i].ending)
+    chunk, dS = group.chunks[i].state_in(refs.dstate[...], group.chunks[i].ending)
     at, packs = slice(i * heads, (i + 1) * heads), slice(i * heads // static.p, (i + 1) * heads // static.p)
     x = group.x.of_heads(at, static)
     of_values = yield from tile_bwd.back_to_values(
@@ -133,7 +133,7 @@ def _pass_chunk(refs, group: KdaGroup, i: int, static: KdaStatic) -> Iterator[No
     )  # fmt: skip
     yield
     before = tile_bwd.back_to_state(x.q, x.e, x.boundary, x.do, of_values[-1], dS, dtype, static.keys)
-    refs.dstate[...], group.chunks[i] = chunk.give(before, chunk.carried), chunk
+    refs.dstate[...], group.chunks[i] = chunk.decay_out(before, chunk.carried), chunk
     group.passed.insert(0, (dS, *of_values))
     yield
 

@@ -26,13 +26,13 @@ from chunkwise.shared.kernels import inverse
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 
 
-def takes(x: KdaOperands, static: KdaStatic) -> bool:
+def supports(x: KdaOperands, static: KdaStatic) -> bool:
     """Return whether the launch is for these operands."""
     return x.A_inv is None and static.in_long_spans().chunks > 1
 
 
 def plan(x: KdaOperands, static: KdaStatic, outputs: tuple[str, ...], operator: str) -> dict[str, Any]:
-    """Return the launch of the forward, as `kernel.plan` does, for what `takes` says."""
+    """Return the launch of the forward, as `kernel.plan` does, for what `supports` says."""
     static = static.in_long_spans()
     return kernel.plan(x.in_spans_of(static), static, outputs, operator, _kernel)
 
@@ -41,7 +41,7 @@ def _kernel(refs: KdaRefs, *, static: KdaStatic) -> None:
     """Run the stages of a grid step, each on chunks of its own."""
     slots = refs.readers.shape[0]
     slot = lax.rem(pl.program_id(2), jnp.int32(slots))
-    refs = layout.view(refs, dict.fromkeys(kernel.IN_SLOTS, slot))
+    refs = layout.slice_refs(refs, dict.fromkeys(kernel.IN_SLOTS, slot))
     views = loads.of_chunks(refs, static, static.config.heads)
     chunk_loop.run_forward_chunks(
         refs,
@@ -62,12 +62,7 @@ def _grid_step(refs: KdaRefs, of_stages: list[list[stage_chunks.StageChunk]], st
     for view, chunk in zip(views, cur, strict=True):
         if chunk.masks is not None:
             loads.store_continuing(view.continuing, chunk.masks)
-    gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
-    loaders = [kernel.by_head(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
-    rounded = [
-        kernel.rounded_betas(x, load[1], betas, chunk.valid, static)
-        for x, load, (_, betas), chunk in zip(views, loaders, gated, cur, strict=True)
-    ]
+    gated, loaders, rounded = kernel.load_each(views, cur, static)
     staged: dict[tuple[int, int], Any] = {}
     inverses: list[Any] = [None]
 
@@ -132,7 +127,7 @@ def _pass_chunks(
         for i, (x, chunk) in enumerate(zip(views, prev, strict=True)):
             S = chunk_loop.load_state(refs, chunk, static.tiles(heads))
             of_chunk = A_inv[i * n : (i + 1) * n]
-            yield from kernel.pass_state(x, *chunk.take(S, chunk.carried), of_chunk, heads, static)
+            yield from kernel.pass_state(x, *chunk.state_in(S, chunk.carried), of_chunk, heads, static)
             yield
 
     yield from schedule.software_pipeline(pass_heads(x) for x in kernel.stages_of(static, kernel.STAGE))
