@@ -73,6 +73,9 @@ def test_the_backend_is_registered():
     assert backend.conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
     assert isinstance(host.create_attention_backend("chunkwise"), host.RPAAttentionBackend)
     assert isinstance(host.create_linear_attention_backend("rpa"), host.GDNLinearAttentionBackend)
+    put_back = tpu_inference.install()
+    assert host.create_linear_attention_backend("rpa").conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
+    put_back()
 
 
 def test_over_devices():

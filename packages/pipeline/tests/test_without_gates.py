@@ -24,7 +24,7 @@ THOROUGH = dict(
     test_no_decay=lambda name, implementation: (name, implementation) not in (
         ("chunk_delta_rule", "fused"), ("chunk_kda", "fused"), ("chunk_gla", "fused"), ("recurrent_kda", "fused"),
     ),
-    test_no_gates_in_memory=lambda name, times: name != "gated_delta_rule",
+    test_no_gates_in_memory=True,
     test_no_gates_in_a_step=lambda replay: replay > 0,
     test_a_step=lambda name, implementation, replay: (name, implementation, replay) != ("delta_rule", "fused", 8),
 )  # fmt: skip

@@ -32,10 +32,8 @@ _CONSTANT = 1e-3
 _SORTED, _UNSIGNED = 30, 32
 # The user's names of arguments that have other names in the record of an operator.
 _LOW_RANK = dict(g="gk", p="a", w="b")
-# The arrays of rules and of mLSTM, which recipes may have too.
-_OF_RULES = frozenset("q k v g beta g_gamma p b w a gk i f A_log dt_bias".split())  # noqa: SIM905
-# The arrays that operators of all kinds take.
-_SHARED = "initial_state", "cu_seqlens", "segment_ids"
+# The arguments of this function alone, and the arrays that operators of all kinds take.
+_OWN, _SHARED = ("min_gate", "allow_padding"), ("initial_state", "cu_seqlens", "segment_ids")
 # From wrong entries to wrong entries outside of padding.
 Where = Callable[[jax.Array], jax.Array]
 
@@ -55,15 +53,6 @@ def check_inputs(
     gk: jax.Array | None = None,
     i: jax.Array | None = None,
     f: jax.Array | None = None,
-    x: jax.Array | None = None,
-    dt: jax.Array | None = None,
-    A: jax.Array | None = None,
-    B: jax.Array | None = None,
-    C: jax.Array | None = None,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
     num_householder: int | None = None,
     initial_state: jax.Array | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -79,7 +68,7 @@ def check_inputs(
     cu_seqlens: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     allow_padding: bool = False,
-    **others: jax.Array,
+    **others: Any,
 ) -> None:
     """Check the values of a training batch, beyond its shapes and types.
 
@@ -89,7 +78,7 @@ def check_inputs(
 
     The arrays are the arguments of any `chunk_` operator. They tell which one: beta means a delta rule, p Comba, b and
     w GDN-2, a, b and gk a delta rule with diagonal plus low-rank transitions, num_householder Gated DeltaProduct, i and
-    f mLSTM, x Mamba-2, g [B, T, HV, K] gates per channel, and the names of all arrays a recipe. This function finds:
+    f mLSTM, g [B, T, HV, K] gates per channel, and the names of all arrays Mamba-2 and recipes. This function finds:
 
     - numbers that are not finite, except gates of -inf, and raw forget gates of mLSTM of inf,
     - gates and rates A above 0, such as a decay from 0 to 1 where its log belongs,
@@ -107,15 +96,14 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
-      x, dt, A, B, C, D, z, dt_softplus, dt_limit, use_qk_l2norm_in_kernel, use_gate_in_kernel: as in the operator.
-      A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel: as in the operator.
-      use_write_sigmoid_in_kernel: as in the operator.
+      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel: as in the
+        operator, as use_erase_sigmoid_in_kernel and use_write_sigmoid_in_kernel.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
       min_gate: the bound of gates in nats that are not raw, such as -5 for a law with this `lower_bound`; static.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
         look like padding, but 0 is a document here.
       allow_padding: whether padding may follow the last of `cu_seqlens`; static. Without it boundaries end at T.
-      others: arrays of a recipe by names that no other operator has.
+      others: arguments of Mamba-2 or of a recipe by names that no other operator has, such as dt_softplus.
 
     Raises:
       ValueError: a shape or type is wrong, or outside of jit a value.
@@ -125,7 +113,7 @@ def check_inputs(
     names = _LOW_RANK if gk is not None else {}
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
     tensors = {name: y for name, y in (named | others).items() if hasattr(y, "shape") and name not in _SHARED}
-    if recipe := _recipe_of(tensors):
+    if recipe := _recipe_of(tensors, others):
         return _check_recipe(recipe, tensors, named | dict(allow_neg_eigval=allow_neg_eigval))
     arrays, options, more = _to_records(named)
 
@@ -137,13 +125,13 @@ def check_inputs(
     faults.check_values((*arrays.arrays().values(), *more.values()), find)
 
 
-def _recipe_of(tensors: dict[str, jax.Array]) -> Composition | None:
+def _recipe_of(tensors: dict[str, jax.Array], others: dict[str, Any]) -> Composition | None:
     """Return the recipe, or Mamba-2, that takes all arrays of a call and needs no more; None for another operator."""
     known = [(x, inspect.signature(x.chunk).parameters) for x in COMPOSITIONS if x.values]
     needed = lambda p: {name for name, x in p.items() if x.default is x.empty} - {"options"}
     found = [x for x, p in known if needed(p) <= tensors.keys() <= p.keys()]
-    only = min(tensors.keys() - _OF_RULES, default="")
-    checks.check(bool(found) or not only, f"`{only}` must come with all arrays of its operator; got {sorted(tensors)}.")
+    rule = "must come with all arrays of its operator"
+    checks.check(bool(found) or not others, f"`{min(others, default='')}` {rule}; got {sorted(tensors)}.")
     # Two have the same names, for gates per head and per channel.
     channels = getattr(tensors.get("g"), "ndim", 3) == 4
     return min(found, key=lambda x: OPERATORS[f"chunk_{x.runs}"].per_channel != channels, default=None)
@@ -152,12 +140,12 @@ def _recipe_of(tensors: dict[str, jax.Array]) -> Composition | None:
 def _check_recipe(recipe: Composition, tensors: dict[str, jax.Array], named: dict[str, Any]) -> None:
     """Check the arrays of a recipe; its function checks their shapes and types, and refuses other options."""
     shared, known = {name: named[name] for name in _SHARED}, inspect.signature(check_inputs).parameters
-    options = known.keys() - {*tensors, *shared, "min_gate", "allow_padding", "others"}
-    options = {name: named[name] for name in options if named[name] is not known[name].default}
+    given = {name: named[name] for name, x in known.items() if named[name] is not x.default} | named["others"]
+    options = {name: given[name] for name in given.keys() - {*tensors, *shared, *_OWN, "others"}}
     jax.eval_shape(functools.partial(recipe.chunk, **options), **tensors, **shared)
     states, v, bound = shared.pop("initial_state"), tensors[recipe.definition.values], named["min_gate"]
     x, kinds = Arguments(v, v, v, **shared), dict(recipe.values)
-    if named["dt_softplus"] or "dt_bias" in tensors:
+    if options.get("dt_softplus") or "dt_bias" in tensors:
         kinds.pop("dt", None)  # raw
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, v.shape[1])
     inside = lambda wrong: chunking.select_tokens(valid, wrong, False) if wrong.ndim > 2 else wrong
