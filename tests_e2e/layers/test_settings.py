@@ -177,9 +177,10 @@ def test_small_models_of_published_files(name):
 
 
 def rows_of(text: str, heading: str) -> dict[str, list[str]]:
-    """Return the cells of a table of the page, by the name of a model in the first one."""
-    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", text.split(f"## {heading}\n")[1].split("\n## ")[0], re.MULTILINE)
-    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+    """Return the cells of a table of the page, by the names of models in the first one."""
+    rows = re.findall(r"^\| (`[^|]*)\|(.*)\|$", text.split(f"## {heading}\n")[1].split("\n## ")[0], re.MULTILINE)
+    cells_of = {name: cells for names, cells in rows for name in re.findall(r"`(\w+)`", names)}
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in cells_of.items()}
 
 
 def test_the_page_lists_every_model():

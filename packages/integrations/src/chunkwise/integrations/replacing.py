@@ -80,22 +80,18 @@ def _check_read(place: Place, old: object) -> None:
     if not isinstance(place.where, types.ModuleType):
         return
     here = getattr(old, "__module__", None) == place.where.__name__
-    for name in _with_a_copy(place.where.__name__, place.name, old) if here else ():
-        raise AttributeError(
-            f"{place.label} must be replaced before other modules import it; {name} has, and reads what it got."
-        )
+    host = place.where.__name__.partition(".")[0]
+    for name, module in [*sys.modules.items()] if here else ():
+        copied = getattr(module, place.name, None) is old and module is not place.where
+        if copied and name.partition(".")[0] == host and reads(module, place.name):
+            raise AttributeError(
+                f"{place.label} must be replaced before other modules import it; {name} has, and reads what it got."
+            )
     if not ((place.imported and here) or (not place.imported and reads(place.where, place.name))):
         raise AttributeError(
             f"{place.label} must be read where it is replaced; nothing reads it there in this version of the host, "
             f"where it may have moved."
         )
-
-
-def _with_a_copy(where: str, name: str, value: object) -> list[str]:
-    """Return the modules of the same host that have read this name of the module `where`, and use what they got."""
-    host = where.partition(".")[0]
-    modules = {each: x for each, x in sys.modules.items() if each.partition(".")[0] == host and each != where}
-    return [each for each, x in modules.items() if getattr(x, name, None) is value and reads(x, name)]
 
 
 def reads(module: types.ModuleType, name: str) -> bool:

@@ -15,7 +15,6 @@ from chunkwise.dplr import operator as dplr
 from chunkwise.fused_gdn import operator as gdn
 from chunkwise.fused_gla import operator as gla
 from chunkwise.kda import operator as kda
-from chunkwise.mamba2 import operator as mamba2
 from chunkwise.mlstm import operator as mlstm
 from chunkwise.pipeline.operators import COMPOSITIONS, OPERATORS
 from chunkwise.shared import tuning
@@ -32,7 +31,9 @@ _CONSTANT = 1e-3
 # How many tokens with falling gates, and how many raw numbers between 0 and 1, are no accident.
 _SORTED, _UNSIGNED = 30, 32
 # The user's names of arguments that have other names in the record of an operator.
-_LOW_RANK, _OF_MAMBA2 = dict(g="gk", p="a", w="b"), dict(q="C", k="B", v="x")
+_LOW_RANK = dict(g="gk", p="a", w="b")
+# The arrays of rules and of mLSTM, which recipes may have too.
+_OF_RULES = frozenset("q k v g beta g_gamma p b w a gk i f A_log dt_bias".split())  # noqa: SIM905
 # The arrays that operators of all kinds take.
 _SHARED = "initial_state", "cu_seqlens", "segment_ids"
 # From wrong entries to wrong entries outside of padding.
@@ -94,70 +95,65 @@ def check_inputs(
     """
     doubled = (use_beta_sigmoid_in_kernel or use_erase_sigmoid_in_kernel) and allow_neg_eigval
     named = locals() | dict(allow_neg_eigval=doubled)
-    names = _LOW_RANK if gk is not None else _OF_MAMBA2 if x is not None else {}
+    names = _LOW_RANK if gk is not None else {}
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
     tensors = {name: y for name, y in (named | others).items() if hasattr(y, "shape") and name not in _SHARED}
-    if recipes := [x for x in COMPOSITIONS if x.values and _has_all(x, tensors)]:
-        # Two have the same names, for gates per head and per channel.
-        channels = getattr(tensors.get("g"), "ndim", 3) == 4
-        recipe = min(recipes, key=lambda x: OPERATORS[f"chunk_{x.runs}"].per_channel != channels)
-        _check_recipe(recipe, tensors, named | dict(allow_neg_eigval=allow_neg_eigval))
-        return
-    checks.check(
-        not others, f"`{min(others, default='')}` must come with all arrays of a recipe; got {sorted(tensors)}."
-    )
+    if recipe := _recipe_of(tensors):
+        return _check_recipe(recipe, tensors, named | dict(allow_neg_eigval=allow_neg_eigval))
     arrays, options, more = _to_records(named)
 
     def find() -> Iterator[faults.Fault]:
         yield from _find_faults(arrays, options, allow_neg_eigval, allow_padding, names)
         valid = chunking.valid_tokens(arrays.cu_seqlens, arrays.segment_ids, arrays.q.shape[1])
-        yield from _of_mlstm(more, valid) if x is None else _of_mamba2(more, dt_softplus, valid)
+        yield from _of_mlstm(more, valid)
 
     faults.check_values((*arrays.arrays().values(), *more.values()), find)
 
 
-def _has_all(recipe: Composition, tensors: dict[str, jax.Array]) -> bool:
-    """Return whether a call has all arrays that a recipe needs, and none that it does not take."""
-    known = inspect.signature(recipe.chunk).parameters
-    return {name for name, x in known.items() if x.default is x.empty} - {"options"} <= tensors.keys() <= known.keys()
+def _recipe_of(tensors: dict[str, jax.Array]) -> Composition | None:
+    """Return the recipe, or Mamba-2, that takes all arrays of a call and needs no more; None for another operator."""
+    known = [(x, inspect.signature(x.chunk).parameters) for x in COMPOSITIONS if x.values]
+    needed = lambda p: {name for name, x in p.items() if x.default is x.empty} - {"options"}
+    found = [x for x, p in known if needed(p) <= tensors.keys() <= p.keys()]
+    only = min(tensors.keys() - _OF_RULES, default="")
+    checks.check(bool(found) or not only, f"`{only}` must come with all arrays of its operator; got {sorted(tensors)}.")
+    # Two have the same names, for gates per head and per channel.
+    channels = getattr(tensors.get("g"), "ndim", 3) == 4
+    return min(found, key=lambda x: OPERATORS[f"chunk_{x.runs}"].per_channel != channels, default=None)
 
 
 def _check_recipe(recipe: Composition, tensors: dict[str, jax.Array], named: dict[str, Any]) -> None:
-    """Check the arrays of a recipe; its function checks their shapes and types."""
+    """Check the arrays of a recipe; its function checks their shapes and types, and refuses other options."""
     shared, known = {name: named[name] for name in _SHARED}, inspect.signature(check_inputs).parameters
-    read = {*tensors, *shared, "min_gate", "allow_padding", "others"}
-    options = {name: y for name, y in named.items() if name in known.keys() - read and y is not known[name].default}
+    options = known.keys() - {*tensors, *shared, "min_gate", "allow_padding", "others"}
+    options = {name: named[name] for name in options if named[name] is not known[name].default}
     jax.eval_shape(functools.partial(recipe.chunk, **options), **tensors, **shared)
-    v, bound = tensors["v"], named["min_gate"]
-    x = Arguments(v, v, v, **{name: shared[name] for name in ("cu_seqlens", "segment_ids")})
+    states, v, bound = shared.pop("initial_state"), tensors[recipe.definition.values], named["min_gate"]
+    x, kinds = Arguments(v, v, v, **shared), dict(recipe.values)
+    if named["dt_softplus"] or "dt_bias" in tensors:
+        kinds.pop("dt", None)  # raw
     valid = chunking.valid_tokens(x.cu_seqlens, x.segment_ids, v.shape[1])
+    inside = lambda wrong: chunking.select_tokens(valid, wrong, False) if wrong.ndim > 2 else wrong
 
     def find() -> Iterator[faults.Fault]:
         yield from _of_sequences(x, named["allow_padding"])
         for name, y in tensors.items():
-            kind = dict(recipe.values).get(name)
-            inside = lambda wrong: chunking.select_tokens(valid, wrong, False) if wrong.ndim > 2 else wrong
-            if kind == "log decay":
+            if kinds.get(name) == "log decay":
                 yield from _gates(name, y, inside)
                 yield from () if bound is None else _bound(name, y, bound, inside)
                 yield _sums(name, y, x, valid)
                 continue
             yield faults.fault(inside(~jnp.isfinite(y)), y, f"`{name}` must be finite")
-            if kind is not None:
-                yield faults.fault(inside((y < 0) | (y > kind)), y, f"`{name}` must be from 0 to {kind:g}")
-        states = jax.tree_util.tree_flatten_with_path(shared["initial_state"])[0]
-        for path, y in states:
-            yield faults.fault(~jnp.isfinite(y), y, f"`initial_state{jax.tree_util.keystr(path)}` must be finite")
+            least, most = kinds.get(name, (-math.inf, math.inf))
+            yield faults.fault(inside((y < least) | (y > most)), y, f"`{name}` must be from {least:g} to {most:g}")
+        for y in jax.tree.leaves(states):
+            yield faults.fault(~jnp.isfinite(y), y, "`initial_state` must be finite")
 
-    faults.check_values(jax.tree.leaves((tensors, shared)), find)
+    faults.check_values(jax.tree.leaves((tensors, states, shared)), find)
 
 
 def _to_records(named: dict[str, Any]) -> tuple[Arguments, arguments.Options, dict[str, Any]]:
     """Check the shapes and types of all arguments; return the records, and the arrays that these have no place for."""
-    if named["x"] is not None:
-        arrays, options, _ = mamba2.checked(named | dict(config=None))
-        more = {name: named[name] for name in ("dt", "A", "D", "z", "dt_bias") if named[name] is not None}
-        return _check_shared(arrays, arrays, options), options, more
     if named["i"] is not None or named["f"] is not None:
         arrays, options = mlstm.check(named | dict(eps=0.0))
         state = named["initial_state"]
@@ -190,11 +186,6 @@ def _check_types(x: Arguments, options: arguments.Options, low_rank: bool, steps
     else:
         per_channel = getattr(x.g, "ndim", 3) == 4
         (kda if per_channel else gdn).OPERATOR.check(x, options)
-    return _check_shared(x, view, options)
-
-
-def _check_shared(x: Arguments, view: Arguments, options: arguments.Options) -> Arguments:
-    """Check what all operators share, of arguments and of the `view` of them that their operator has; return them."""
     checks.check_initial_state(x.initial_state, (x.num_states, *x.v.shape[2:3], x.q.shape[3], x.v.shape[3]))
     return arguments.check_shared(view, options)._replace(k=x.k, v=x.v)
 
@@ -258,16 +249,6 @@ def _of_mlstm(named: dict[str, jax.Array], valid: jax.Array | None) -> Iterator[
         rule = dict(i="a number below inf", f="a number", m="a number below inf").get(name, "finite")
         label = name if name in ("i", "f") else f"initial_state.{name}"
         yield faults.fault(wrong, y, f"`{label}` must be {rule}")
-
-
-def _of_mamba2(named: dict[str, jax.Array], raw: bool, valid: jax.Array | None) -> Iterator[faults.Fault]:
-    """Yield the faults of step sizes, which are `raw` before a softplus, rates, skips and gates of Mamba-2 by name."""
-    inside = lambda name, wrong: chunking.select_tokens(valid, wrong, False) if name in ("dt", "z") else wrong
-    for name, y in named.items():
-        yield faults.fault(inside(name, ~jnp.isfinite(y)), y, f"`{name}` must be finite")
-    yield faults.fault(named["A"] > 0, named["A"], "`A` must be at most 0, minus the rate of a decay")
-    if not raw and "dt_bias" not in named:
-        yield faults.fault(inside("dt", named["dt"] < 0), named["dt"], "`dt` must be at least 0 without `dt_softplus`")
 
 
 def _of_sequences(x: Arguments, allow_padding: bool) -> Iterator[faults.Fault]:

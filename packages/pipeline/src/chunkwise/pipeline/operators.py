@@ -175,7 +175,7 @@ COMPOSITIONS = (
     ),
     Composition(
         chunk_mamba2, recurrent_mamba2, "simple_gla", definitions.MAMBA2, inputs.make_mamba2_inputs,
-        static=(("dt_softplus", True),), implementations=_FUSED,
+        static=(("dt_softplus", True),), implementations=_FUSED, values=(("dt", (0, np.inf)), ("A", (-np.inf, 0))),
     ),
     Composition(
         chunk_mlstm, recurrent_mlstm, "simple_gla", definitions.MLSTM, _mlstm_inputs, implementations=_FUSED,

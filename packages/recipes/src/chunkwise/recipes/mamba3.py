@@ -166,5 +166,5 @@ RECIPE = Composition(
             jnp.zeros((HV, K, V)), jnp.zeros((HV, K // 4 or 1)), jnp.zeros((HV, K)), jnp.zeros((HV, V))
         ),
     ),
-    _inputs, scale=1.0, values=(("g", "log decay"), ("dt", math.inf), ("trap", 1.0)),
+    _inputs, scale=1.0, values=(("g", "log decay"), ("dt", (0, math.inf)), ("trap", (0, 1))),
 )  # fmt: skip

@@ -172,7 +172,7 @@ def _inputs(B=1, T=64, H=1, HV=None, K=64, V=64, *, seed=0, num_states=0, **opti
 
 
 _RULE = TokenRule(_step, lambda HV, K, V: PrecondState(jnp.zeros((HV, K, V)), jnp.zeros((HV, K))))
-_VALUES = ("g", "log decay"), ("g_atk", "log decay"), ("beta", 1.0), ("beta_atk", 1.0)
+_VALUES = ("g", "log decay"), ("g_atk", "log decay"), ("beta", (0, 1)), ("beta_atk", (0, 1))
 BY_HEAD = Composition(
     chunk_precond_gated_delta_rule, recurrent_precond_gated_delta_rule, "comba", _RULE, _inputs,
     implementations=("xla", "fused"), values=_VALUES,

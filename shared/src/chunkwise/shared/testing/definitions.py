@@ -50,7 +50,7 @@ class Composition(NamedTuple):
       gradients: the least tolerance of gradients by type, for an operator that amplifies their rounding.
       smooth: from the inputs and the options of the reference to the outputs that have a derivative, a bool array; None
         where all have one.
-      values: what `check_inputs` knows of its arrays by name: "log decay", or the largest of numbers from 0 on. It is
+      values: what `check_inputs` knows of its arrays by name: "log decay", or the least and the largest number. It is
         empty where `check_inputs` has a part for the operator.
     """
 
