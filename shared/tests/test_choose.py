@@ -4,20 +4,16 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
-from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode import choose
 from chunkwise.shared.serving.decode.records import DecodeStatic
-from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
-from chunkwise.shared.testing.oracle import reference
-from tests import decode_suite, traced
+from tests import decode_suite
 
 N, H, HV = 3, 1, 2
 # The type of a pool, the tokens of its rings, K, the tokens of a decode, whether there are erase keys, and the reason
@@ -86,25 +82,3 @@ def test_only_fused_decodes_a_whole_layer():
     decodes, conv, pool = decode_suite.make(1, 2)
     found = [choose.by_kernel(x, decodes, pool, decode_suite.slots(), conv=conv) for x in ("fused", "staged", "xla")]
     assert found == [True, False, False]
-
-
-@pytest.mark.parametrize("implementation", ["fused", "staged"])
-def test_int8_states_without_a_ring(implementation):
-    """A kernel decodes them where the operator is called alone; its results are those of float64."""
-    K, pool = 128, state_pool.make_pool(5, HV, 128, 128, jnp.int8)
-    x, slots = make_inputs(1, N, H, HV, K, K), jnp.array([4, 0, 2], jnp.int32)
-    before = np.random.default_rng(0).standard_normal((N, HV, K, K)).astype(np.float32)
-    pool = state_pool.write_states(pool, slots, before)
-    prefills = Implementation(implementation, lambda x, options, precomputed: (x.v, x.initial_state))
-    operator = Operator("x", lambda x, options: None, {implementation: prefills})
-    ends = jnp.arange(N + 1, dtype=jnp.int32)
-
-    def step(x, pool):
-        x = Arguments(**x, initial_state=pool, cu_seqlens=ends, slots=Slots(slots, num_decodes=N))
-        return operator.ragged(x, Options(), implementation)
-
-    assert "recurrent_x_fwd" in {launch.name for launch in traced.launches(step, x, pool)}
-    o, after = jax.jit(step)(x, pool)
-    want, states = reference(**x, initial_state=state_pool.read_states(pool, slots), cu_seqlens=ends)
-    assert_close("o", o, want, 2e-6)
-    assert_close("states", state_pool.read_states(after, slots), states, 1.2e-2)

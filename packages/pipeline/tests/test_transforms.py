@@ -21,7 +21,6 @@ CU_SEQLENS = jnp.array([0, 1, 30, 30, 65], jnp.int32)
 SAME = 1e-6
 # What the packages test of "fused", and of plain JAX, is done here for the chain of stages.
 THOROUGH = dict(
-    test_gradient_of_a_traced_scale=lambda implementation: implementation == "xla",
     test_new_boundaries_do_not_retrace=lambda implementation, states: implementation == "xla" and states,
     # One of each way through the chunks, and of the recurrences.
     test_export_with_open_sizes=lambda name, packed: (
@@ -30,20 +29,6 @@ THOROUGH = dict(
     test_traced_boundaries_that_fall=lambda implementation: implementation != "xla",
     test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
 )
-
-
-@pytest.mark.parametrize("implementation", ["xla", "staged"])
-def test_gradient_of_a_traced_scale(implementation):
-    inputs = make_inputs(1, 20, 1, 1, 16, 16)
-
-    @jax.jit
-    @jax.value_and_grad
-    def run(s):
-        return chunk_gated_delta_rule(**inputs, scale=s, chunk_size=16, implementation=implementation)[0].sum()
-
-    # The output is linear in the scale.
-    (_, slope), (value, _) = run(0.3), run(1.0)
-    assert_close("dscale", slope, value, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize(("implementation", "states"), [("xla", False), ("xla", True), ("staged", True)])

@@ -39,37 +39,17 @@ Where = Callable[[jax.Array], jax.Array]
 
 
 def check_inputs(
-    q: jax.Array | None = None,
-    k: jax.Array | None = None,
-    v: jax.Array | None = None,
-    g: jax.Array | None = None,
-    beta: jax.Array | None = None,
-    *,
-    g_gamma: jax.Array | None = None,
-    p: jax.Array | None = None,
-    b: jax.Array | None = None,
-    w: jax.Array | None = None,
-    a: jax.Array | None = None,
-    gk: jax.Array | None = None,
-    i: jax.Array | None = None,
-    f: jax.Array | None = None,
-    num_householder: int | None = None,
-    initial_state: jax.Array | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    use_erase_sigmoid_in_kernel: bool = False,
-    use_write_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    min_gate: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    allow_padding: bool = False,
-    **others: Any,
-) -> None:
+    q: jax.Array | None = None, k: jax.Array | None = None, v: jax.Array | None = None, g: jax.Array | None = None,
+    beta: jax.Array | None = None, *, g_gamma: jax.Array | None = None, p: jax.Array | None = None,
+    b: jax.Array | None = None, w: jax.Array | None = None, a: jax.Array | None = None, gk: jax.Array | None = None,
+    i: jax.Array | None = None, f: jax.Array | None = None, num_householder: int | None = None,
+    initial_state: jax.Array | None = None, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool | str = False, A_log: jax.Array | None = None, dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    use_erase_sigmoid_in_kernel: bool = False, use_write_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, min_gate: float | None = None, cu_seqlens: jax.Array | None = None,
+    segment_ids: jax.Array | None = None, allow_padding: bool = False, **others: Any,
+) -> None:  # fmt: skip
     """Check the values of a training batch, beyond its shapes and types.
 
     The call is::
