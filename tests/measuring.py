@@ -9,6 +9,7 @@ import collections
 import csv
 import heapq
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -118,15 +119,15 @@ def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {file: {name: round(n, 1) for name, n in files[file].items()} for file in sorted(files)}
 
 
-def choose(tests: dict[str, tuple[float, list[str]]], caught: list[str]) -> set[str]:
-    """Return the tests that every change must pass: a cover of lines and of functions of tests, greedy by seconds.
+def choose(tests: dict[str, tuple[float, list[str]]], caught: list[list[str]]) -> set[str]:
+    """Return the tests that every change must pass: a cover of known mistakes, of lines, and of functions of tests.
 
-    What only takes more than `SECONDS` is left out.
+    Of lines and functions, what only takes more than `SECONDS` is left out.
 
     Args:
       tests: for every test its seconds, and the lines that it reaches.
-      caught: tests that catch known mistakes: a case, or a function, of which one case stays, the cheapest. The
-        functions of a suite of `tests` stay in one class that runs it.
+      caught: for every known mistake the tests that catch it, of which one stays: cases, or functions, which stand for
+        their cheapest case. The functions of a suite of `tests` stay in one class that runs it.
     """
     cases = collections.defaultdict(list)
     for test in sorted(tests, key=lambda test: tests[test][0]):
@@ -136,23 +137,30 @@ def choose(tests: dict[str, tuple[float, list[str]]], caught: list[str]) -> set[
         file, _, name = function.rpartition("::")
         for known in (function, f"{file.partition('::')[0]}::{name}", name):
             named[known].append(cheapest)
-    chosen = {test for test in caught if test in tests}
-    for test in caught:
-        known = named[test.rpartition("::")[2] if test.startswith("tests/") else test]
-        chosen.update(sorted(known, key=lambda test: tests[test][0])[:1])
-    lines = {test: {*reached, test.partition("[")[0]} for test, (_, reached) in tests.items()}
-    left = set().union(*lines.values()).difference(*(lines[test] for test in chosen))
-    seconds_a_line = lambda test: (0.01 + tests[test][0]) / max(len(lines[test] & left), 1e-9)
-    queue = [(seconds_a_line(test), test) for test in tests if test not in chosen]
+    catches = collections.defaultdict(set)
+    for mistake, names in enumerate(caught):
+        for test in names:
+            known = named[test.rpartition("::")[2] if test.startswith("tests/") else test]
+            for case in [test] if test in tests else sorted(known, key=lambda test: tests[test][0])[:1]:
+                catches[case].add(mistake)
+    chosen = cover(tests, catches, set(), math.inf)
+    return cover(tests, {test: {*lines, test.partition("[")[0]} for test, (_, lines) in tests.items()}, chosen, SECONDS)
+
+
+def cover(tests: dict, reached: dict[str, set], chosen: set[str], most: float) -> set[str]:
+    """Return chosen tests and others that reach what these leave, greedy by seconds, one for at most `most` of them."""
+    left = set().union(*reached.values()).difference(*(reached[test] for test in chosen))
+    seconds_each = lambda test: (0.01 + tests[test][0]) / max(len(reached[test] & left), 1e-9)
+    queue = [(seconds_each(test), test) for test in reached if test not in chosen]
     heapq.heapify(queue)
-    while queue:
+    while queue and left:
         _, test = heapq.heappop(queue)
-        now = seconds_a_line(test)
+        now = seconds_each(test)
         if queue and now > queue[0][0]:
             heapq.heappush(queue, (now, test))
-        elif now < SECONDS:
-            chosen.add(test)
-            left -= lines[test]
+        elif now < most:
+            chosen = chosen | {test}
+            left -= reached[test]
         else:
             break
     return chosen
@@ -163,7 +171,8 @@ def choose_quick(paths: list[Path]) -> None:
     measured = [json.loads(path.read_text()) for path in paths]
     tests = {test: spent for each in measured for test, spent in each.items() if not test.startswith(OTHERS)}
     with (ROOT / "docs/data/mutants.csv").open() as file:
-        caught = [row["the first test that fails"] for row in csv.DictReader(file)]
+        columns = "all quick tests that fail", "the first test that fails"
+        caught = [(row[columns[0]] or row[columns[1]]).split() for row in csv.DictReader(file)]
     chosen = choose(tests, caught)
     function = lambda test: test.partition("[")[0]
     listed = {function(test) for test in tests.keys() - chosen}

@@ -9,7 +9,8 @@ import pytest
 
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels.spans import chunk_spans, pools
-from chunkwise.shared.serving import step_table
+from chunkwise.shared.serving import run, step_table
+from chunkwise.shared.serving.state_pool import StatePool
 from tests.engine import make_rubbish
 
 N, W, M, SLOTS, T, C, BLOCK = 5, 3, 2, 9, 150, 16, 32
@@ -103,3 +104,13 @@ def test_blocks_that_no_sequence_can_fill():
     routes = pools.Routes(*(jnp.array([x]) for x in (0, T, -1, [-1])), jnp.array([[3, 4]]))
     assert step_table.full_blocks(routes, 2**30)[1].tolist() == [[-1, -1]]
     assert step_table.full_blocks(routes, BLOCK)[1].tolist() == [[3, 4]]
+
+
+def test_states_after_blocks_beside_decodes():
+    """They are those before the next chunk, or after the sequence, where the tokens of decodes have chunks, too."""
+    int32 = lambda *x: jnp.array(x, jnp.int32)
+    routes = pools.Routes(int32(3, 19), int32(19, 25), int32(0, 0), int32([4], [5]), int32([0, 1], [2, 3]))
+    numbers = lambda first, n: jnp.arange(first, first + n, dtype=jnp.float32).reshape(n, 1, 1, 1)
+    options = arguments.Options(chunk_size=4, block_size=8)
+    pool = run._write_blocks(StatePool(jnp.zeros((6, 1, 1, 1))), numbers(1, 7), numbers(100, 2), routes, options)
+    assert pool.states.ravel().tolist() == [4, 100, 0, 0, 0, 0]

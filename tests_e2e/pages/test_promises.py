@@ -63,10 +63,13 @@ def test_a_promise_has_tests():
 
 
 def test_a_mutant_has_a_test():
-    """docs/data/mutants.csv names mistakes, and for each the test that fails."""
+    """docs/data/mutants.csv names mistakes, and for each a test that fails, or all quick ones: functions, or cases."""
     for row in csv.DictReader((ROOT / "docs/data/mutants.csv").read_text().splitlines()):
-        path, _, name = row["the first test that fails"].partition("::")
-        assert name in defined_in(path), row
+        first, every = row["the first test that fails"], row["all quick tests that fail"].split()
+        assert first in (every or [first]), row
+        for test in every or [first]:
+            path, _, name = test.partition("[")[0].partition("::")
+            assert name in defined_in(path), row
 
 
 def test_every_page_has_a_promise():

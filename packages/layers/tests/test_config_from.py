@@ -288,6 +288,9 @@ def test_laws_of_kimi():
         made(safe_gate=True)
     with pytest.raises(ValueError, match=r"`hf_config.linear_num_heads` must be one of \(2,\) for this layer; got 3"):
         config_from(dict(model_type="kimi_linear", linear_num_heads=3, linear_attn_config=dict(num_heads=2)))
+    ling = dict(model_type="bailing_hybrid", short_conv_kernel_size=4, kda_lower_bound=-3.0)
+    assert config_from(ling).lower_bound == -3.0
+    assert config_from(ling | dict(kda_safe_gate=False)).lower_bound is None
 
 
 def test_laws_of_glm():

@@ -220,6 +220,7 @@ def test_links(tmp_path):
         ('{"quantization_config": 5}', "config.json with a table `quantization_config`; got 5"),
         ('{"quantization_config": {"weight_block_size": [128, "x"]}}', "with two whole numbers as `weight_block_size`"),
         ('{"quantization_config": {"weight_block_size": 128}}', "two whole numbers as `weight_block_size`; got 128"),
+        ('{"text_config": {"quantization_config": {"weight_block_size": 1}}}', "`weight_block_size`; got 1"),
     ],
 )
 def test_wrong_configs(tmp_path, config, message):

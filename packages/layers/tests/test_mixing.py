@@ -1,6 +1,7 @@
 """The mixer of a layer: a serving step of decodes alone is one launch between the projections."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
+from chunkwise.layers.mixer import mixing
+from chunkwise.shared.call.arguments import Slots
 from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import assert_close
 
@@ -69,6 +72,15 @@ def test_one_launch(name):
     names = lambda implementation: str(jax.make_jaxpr(run, static_argnums=1)(pool, implementation, jnp.int32(4)))
     assert "decode_layer_fwd" in names("fused")
     assert "decode_layer_fwd" not in names("xla")
+
+
+def test_a_step_with_prefills_is_no_launch(monkeypatch):
+    """Where the number of decodes is traced, both ways are in the program."""
+    monkeypatch.setattr(mixing.choose, "by_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(launch, "launch", lambda *_: jnp.int32(1))
+    pool, ends = types.SimpleNamespace(replay=1), jnp.arange(5, dtype=jnp.int32)
+    told = lambda n: (None, (), pool, ends, Slots(SLOTS, num_decodes=jnp.int32(n)), "fused", lambda: jnp.int32(0))
+    assert [int(mixing.fused_step(*told(n))) for n in (1, 4)] == [0, 1]
 
 
 @pytest.mark.parametrize("case", MIXERS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
+from chunkwise.layers.mixer import running
 from chunkwise.shared.testing.compare import assert_close
 
 LAYERS = {
@@ -154,6 +155,15 @@ def test_requests_move(layer):
     pool = layers.write_cache(pool, slots, after)
     y, _ = step(padded(x[:, 11:14]), weights, pool=pool, step=told(3, 1, accepted=3), decode_tokens=U)
     assert_close("y", y[:, :3], want[:, 11:14], 1e-4)
+
+
+def test_what_a_convolution_keeps_after_a_block_over_a_ring():
+    """The last inputs of the block, in the first of the slots that belong to a slot of the states."""
+    pool = layers.empty_pool(LAYERS["gated_delta_net"], SLOTS, replay=8, decode_tokens=U)
+    step = told(80, 0, accepted=1)._replace(num_decodes=0, block_state_indices=np.array([[2]], np.int32))
+    x = jax.random.normal(jax.random.key(1), (1, 80, 8))
+    after = running.Serving(pool, step, 64, U, "xla", None).convolve(0, x, jnp.ones((8, 4)), None, 1)[1]
+    np.testing.assert_array_equal(after[2 * U], x[0, 61:64])
 
 
 def spoilt(pool):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import Step, empty_cache
+from chunkwise.layers.mixer import norm, running
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from tests.layer_oracle import LAYERS, SERVED, make, make_cache, oracle
 from tests.shown import Shown, layer_of
@@ -94,6 +95,17 @@ def test_an_id_of_padding(name):
     got, want = jax.jit(lambda ids, own: (run(ids, padding_id=0), run(own)))(ids, np.where(ids == 0, -1, ids))
     np.testing.assert_array_equal(got, want)
     assert not np.asarray(got)[ids <= 0].any()
+
+
+def test_a_norm_without_a_gate():
+    x, weight = np.arange(1.0, 49.0, dtype=np.float32).reshape(1, 2, 3, 8), np.arange(8.0, dtype=np.float32)
+    want = weight * x / np.sqrt(np.mean(x * x, axis=3, keepdims=True) + 0.5)
+    assert_close("y", norm.rms_heads(jnp.asarray(x), jnp.asarray(weight), 0.5), want, 1e-6)
+
+
+def test_any_id_may_be_that_of_padding():
+    run = running.Sequences(None, False, None, IDS, 4, None, None, None)
+    np.testing.assert_array_equal(run.valid_tokens(np.zeros((*IDS.shape, 8))), (IDS >= 0) & (IDS != 4))
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,9 @@ WRONG_COMPOSED = {
     "`b` must have a . b of at least -1 - max e^gk, or states grow; got -4 at [0, 2, 0].": put(
         put(DPLR, "a", (0, 2), -1.0), "b", (0, 2), 1.0
     ),
+    "`b` must have a . b of at least -1 - max e^gk, or states grow; got -1.5 at [0, 2, 0].": put(
+        put(put(DPLR, "a", (0, 2), -0.375), "b", (0, 2), 1.0), "gk", (0, 2), -9.0
+    ),
     "`b` must have a . b of at most the sum of 1 - e^gk, or states grow; got 4 at [0, 2, 0].": put(
         put(DPLR, "a", (0, 2), 1.0), "b", (0, 2), 1.0
     ),

@@ -150,7 +150,9 @@ def test_help_opens_with_the_call(function):
 
 
 def test_hgrn2_forgets_what_it_writes():
-    """A gate of 0 writes nothing, and one of -inf writes a whole token."""
+    """A gate of 0 writes nothing, one of -inf writes a whole token, and a weak one what it forgets, with all digits."""
     v = jnp.ones((1, 2, 1, 4))
     o = chunk_hgrn2(jnp.ones_like(v), v, jnp.zeros_like(v).at[:, 0].set(-jnp.inf), scale=1.0)[0]
     assert_close("o", o, 4 * v, 1e-6)
+    o = chunk_hgrn2(jnp.ones_like(v), v, jnp.full_like(v, -1e-6), scale=1.0)[0]
+    assert_close("o", o, 4e-6 * v * jnp.arange(1, 3)[None, :, None, None], 1e-5)
