@@ -17,6 +17,7 @@ from chunkwise.command.models import Layer, Mixture, moved_bytes
 from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2, rwkv7
 from chunkwise.layers.checkpoint.parameters import Initial
 from chunkwise.layers.mixer import running
+from chunkwise.pipeline.operators import COMPOSED
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
@@ -65,14 +66,20 @@ _MORE = {
     "qwen3.5-397b-tp8": SMALLER[:1],
     "kimi-linear-48b-tp8": [*SMALLER, DRAFTS, IN_SLOTS],
 }
-# For these chips, for int8 without a ring, and for layers without a delta rule, the compiler cannot profile a program
-# that also has the branch of prefills. So the counts of the step are static there, and the program has one branch.
+# For these chips, for int8 without a ring, and for layers without a delta rule or with two tokens for one, the compiler
+# cannot profile a program that also has the branch of prefills. So the counts of the step are static there, and the
+# program has one branch.
 _ONE_WAY = ("v5e", "v5p")
+
+
+def _steps_alone(case: Layer) -> bool:
+    """Return whether it is a delta rule whose token is one token of its kernels."""
+    return case.table.delta and f"chunk_{case.operator}" not in COMPOSED
 
 
 def mixtures(name: str) -> list[str]:
     """Return the mixtures of a case."""
-    return [*MIXTURES, *_MORE.get(name, []), *([MIXED] if MIXERS[name].table.delta else [])]
+    return [*MIXTURES, *_MORE.get(name, []), *([MIXED] if _steps_alone(MIXERS[name]) else [])]
 
 
 def _layer(case: Layer):
@@ -132,7 +139,8 @@ def count_kernel(case: Layer, mixture: Mixture, chip: str) -> tuple[int, int]:
 
 def count_around(case: Layer, mixture: Mixture, chip: str, rows: bool = True) -> int:
     """Return the estimated cycles of the operations around the kernels; in a fresh process only."""
-    one_way = chip in _ONE_WAY or not (case.table.delta and (mixture.over_array or mixture.replay))
+    both = _steps_alone(case) and (mixture.over_array or mixture.replay)
+    one_way = chip in _ONE_WAY or not both
     build = lambda flags: compile_mixer(case, mixture, chip, flags, one_way, rows)
     return step.cycles_around(build, lambda text: _launch(text, bool(mixture.prefills)))
 

@@ -46,11 +46,3 @@ def test_cotangents_that_are_not_finite_stay_in_their_sequence():
     # Nothing is hidden: the gradient of v says where it was.
     assert np.argwhere(np.isnan(dv)).tolist() == [[0, 1, 0, 0]]
     assert (np.nan_to_num(dv) == 0.0).all()
-
-
-def test_forward_mode_and_second_derivatives():
-    v, spoilt = jnp.ones((1, T, 1, 2)), jnp.zeros(T, bool)
-    f = lambda o: keep_apart(o**2, v, spoilt, CU_SEQLENS).sum()
-    o = jnp.arange(T * 2, dtype=jnp.float32).reshape(1, T, 1, 2)
-    np.testing.assert_allclose(jax.jvp(f, (o,), (jnp.ones_like(o),))[1], 2 * o[:, :7].sum())
-    np.testing.assert_allclose(jax.grad(lambda o: jax.grad(f)(o).sum())(o), jnp.full_like(o, 2.0).at[:, 7].set(0.0))

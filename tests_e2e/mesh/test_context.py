@@ -45,7 +45,6 @@ THOROUGH = dict(
     test_scans=lambda devices, start: devices != 8 or start == "zeros",
     test_launches=lambda name, remat: remat != (name == "chunk_kda"),
     test_gates=lambda name, gate: gate != "strong" or is_other(name),
-    test_with_other_axes=lambda spec: spec != P(None, "b", "a"),
     test_kernels=lambda name, implementation: implementation == "staged" or name != "chunk_gated_delta_rule",
     test_documents_in_kernels=lambda name, states, implementation: (
         (name, states, implementation) != ("chunk_gla", True, "fused")
@@ -77,13 +76,6 @@ def test_operators(name):
 def test_gates(name, gate):
     x = inputs_of(name, gate=gate, B=1)
     assert_divided(name, "xla", make_mesh((4,), "automatic"), P(None, "a"), "automatic", x)
-
-
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b", "a"), P("a", "b", "c")])
-def test_with_other_axes(spec):
-    shape = (2, 2, 2) if "c" in str(spec) else (2, 4)
-    x = inputs_of("chunk_gated_delta_rule")
-    assert_divided("chunk_gated_delta_rule", "xla", make_mesh(shape, "explicit"), spec, "explicit", x)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -44,8 +44,8 @@ SERVED = [name for name in OPERATORS if hasattr(pipeline, f"ragged_{name}")]
 # OLMo-hybrid, whose tokens do not fill whole registers.
 HEADS = {("gated_delta_rule", (96, 192)): 30}
 MAMBA2 = dict(q="C", k="B", v="x")
-# XLA makes the tokens of their decodes: values with step sizes, and two tokens of one.
-MADE = ("mamba2", "dplr_delta_rule")
+# XLA weighs the values of their decodes, and casts their tensors.
+CAST = ("mamba2", "dplr_delta_rule")
 GATES = ("g", "gk", "i", "f", "dt", "beta")
 QUICK = (("simple_gla", (64, 64)), ("simple_gla", (128, 80)), ("mamba2", (128, 64)))
 THOROUGH = dict(
@@ -116,7 +116,7 @@ def test_states(operator, widths):
 
 @FEW
 @pytest.mark.parametrize(
-    ("operator", "decodes"), [(x, n) for x in SERVED for n in (False, True) if not n or x not in MADE]
+    ("operator", "decodes"), [(x, n) for x in SERVED for n in (False, True) if not n or x not in CAST]
 )
 def test_serving_steps(operator, decodes, widths):
     """Four prefills, or as many decodes as tokens."""

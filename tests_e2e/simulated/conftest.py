@@ -10,6 +10,16 @@ from tests_e2e.simulated import simulator
 
 
 @pytest.fixture(autouse=True)
+def _keep_no_programs():
+    """Write no compiled programs into JAX's cache: the cores' threads compile side by side, where this may crash."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture(autouse=True)
 def simulated_tpu(request, monkeypatch):
     """Run every test on a simulated TPU, of as many cores as its parameter `cores` says, and demand some kernel.
 

@@ -18,7 +18,9 @@ CASES = {
 # Rings of int8, and drafts, are the kernel with all that it has.
 THOROUGH = dict(
     test_decodes=lambda case: case != "slots",
-    test_erase_keys_and_narrow_heads=lambda case: case not in ("half a register", "nine drafts, one after the other"),
+    test_erase_keys_and_narrow_heads=lambda case: (
+        case not in ("half a register", "RWKV-7", "nine drafts, one after the other")
+    ),
 )
 
 
@@ -36,7 +38,15 @@ def test_decodes(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", ["comba, drafts in slots", "gdn2, ring", "half a register", "Mamba-2", "nine drafts, one after the other"]
+    "case",
+    [
+        "comba, drafts in slots",
+        "gdn2, ring",
+        "half a register",
+        "Mamba-2",
+        "RWKV-7",
+        "nine drafts, one after the other",
+    ],
 )
 def test_erase_keys_and_narrow_heads(case, monkeypatch):
     # One sequence a grid step: so buffers are used again.

@@ -32,7 +32,6 @@ THOROUGH = dict(
     test_gates_no_product_could_hold=True,
     test_chunk_sizes_agree=True,
     test_the_step_that_is_measured=True,
-    test_traced_scale=lambda implementation: implementation == "xla",
     # The file of raw gates has gradients in bfloat16, but of gates that one product of 8 rows holds.
     test_gradients=lambda implementation, gate, dtype: (
         implementation == "xla" or (dtype == jnp.bfloat16 and gate != "strong")
@@ -104,13 +103,6 @@ def test_steps_share_a_key_head():
     """Two blocks of value heads on each of two key heads."""
     inputs = inputs_of(1, 20, 2, 8, 128, 64)
     compare_gradients(inputs, implementation="fused", chunk_size=16, config=Config(2, 2))
-
-
-@both
-def test_traced_scale(implementation):
-    inputs = inputs_of(1, 20, 1, 1, 16, 16)
-    scale = jnp.float32(0.37)
-    compare(inputs, implementation=implementation, chunk_size=16, scale=scale)
 
 
 @types

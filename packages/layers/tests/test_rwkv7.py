@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
+from chunkwise.shared.serving.decode import launch
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from tests.layer_oracle import rwkv7_oracle
 
@@ -80,6 +81,34 @@ def test_a_serving_step():
     assert_close("y", y, want, TOLERANCE["float32"])
     assert_close("state", pool.state[::2], cache.state[::2], TOLERANCE["float32"])
     np.testing.assert_array_equal(first, np.where((np.arange(T) < ENDS[-1])[None, :, None, None], v_first, 0))
+
+
+def test_decodes_in_one_launch(monkeypatch):
+    """Over a pool, in which the states of two heads lie side by side, and after a cache."""
+    c = layers.Rwkv7AttentionConfig(D=20, H=2, HV=2, K=64, V=64, eps=1e-3, R_decay=4, R_rate=5, R_gate=6)
+    x, w, _ = make(c, 1, 4)
+    used, run = [], launch.launch
+    monkeypatch.setattr(launch, "launch", lambda *args: (used.append(args), run(*args))[1])
+    rng = np.random.default_rng(1)
+    cache = jax.tree.map(lambda y: rng.standard_normal(y.shape).astype(np.float32), layers.empty_cache(c, 3))
+    slots = np.array([3, 0, 2], np.int32)
+    pool = layers.write_cache(layers.empty_pool(c, 4), slots, cache)
+    assert pool.state.states.shape == (4, 1, 1, 64, 128)
+    assert pool.state.shape == (4, 2, 64, 64)
+    step = layers.Step(np.arange(4, dtype=np.int32), slots, num_decodes=3)
+    decode = functools.partial(layers.ragged_rwkv7_attention, config=c, step=step, implementation="fused")
+    y, pool, _ = jax.jit(decode)(x, w, pool=pool)
+    rows = x[0, :3, None]
+    y64, after64 = rwkv7_oracle(c, rows, w, cache, {})
+    assert_close("y", y[0, :3], y64[:, 0], TOLERANCE["float32"])
+    assert not np.asarray(y)[0, 3].any()
+    after = layers.read_cache(pool, slots)
+    assert_close("state", after.state, after64.state, TOLERANCE["float32"])
+    np.testing.assert_array_equal(after.conv[0], rows)
+    y, after, _ = layers.rwkv7_attention(rows, w, c, cache, True, implementation="fused")
+    assert_close("y", y, y64, TOLERANCE["float32"])
+    assert_close("state", after.state, after64.state, TOLERANCE["float32"])
+    assert [args[0].static.name for args in used].count("decode_layer_fwd") == 2
 
 
 def released(config) -> dict:

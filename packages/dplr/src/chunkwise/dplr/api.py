@@ -113,7 +113,7 @@ def recurrent_dplr_delta_rule(
     """The delta rule with diagonal plus low-rank transitions token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
-    Cost: 14 B T HV K V flops; every state is read and written once.
+    Cost: 9 B T HV K V flops; every state is read and written once.
     """
     ...
 
@@ -126,7 +126,7 @@ def recurrent_rwkv7(
     """RWKV-7 token by token, the decode path.
 
     Accuracy: RMS error over RMS of the float64 recurrence below 1e-5 in float32.
-    Cost: 14 B T HV K V flops; every state is read and written once.
+    Cost: 9 B T HV K V flops; every state is read and written once.
     """
     ...
 
@@ -139,6 +139,6 @@ def ragged_dplr_delta_rule(
     """The delta rule with diagonal plus low-rank transitions as one serving step, of RWKV-7 with scale=1.0.
 
     The boundaries, the blocks and the accepted tokens count tokens of q. A token takes two of the tokens of a ring, so
-    `make_pool` needs twice as many. Decodes of at most two tokens take the kernel that is best for decodes.
+    `make_pool` needs twice as many.
     """
     ...

@@ -82,8 +82,9 @@ def _grid_step(
         first, last = ("pxpxpmpxpm", "xpmxp") if 4 <= s.heads <= 8 else ("xpmxpmpxpmp", "xpxp")
         order = first + "pmp" * (n - 2) + last + "fp" * n if inverts else "m" + "mpfp" * n
     if inverts:
-        inverted = every.split(INVERTED)
-        stages["x"] = inverting = _advance_all([_invert(refs, heads, k.dtype, inverses) for heads in inverted])
+        inverses = {heads: [] for heads in every.split(INVERTED)}
+        each = [loads.invert(refs, heads.packs_at, k.dtype, found) for heads, found in inverses.items()]
+        stages["x"] = inverting = _advance_all(each)
         if passes:
             stages["f"] = _make_left(refs, every, inverting, inverses, lefts)
     elif passes:
@@ -125,14 +126,6 @@ def _prepare(
         yield
 
 
-def _invert(refs: GdnRefs, heads: tile.Heads, dtype, inverses: dict) -> Iterator[None]:
-    """Leave A_inv of some heads in `inverses`, by these heads."""
-    count = 2 if dtype == jnp.bfloat16 else 3
-    for A_inv in inverse.block_doubling(refs.blocks[heads.packs_at], refs.A[heads.packs_at], count):
-        inverses[heads] = A_inv
-        yield
-
-
 def _advance_all(each: list[Iterator]) -> Iterator[None]:
     """Advance all iterators together, until the last one ends."""
     done = object()
@@ -146,7 +139,7 @@ def _make_left(refs: GdnRefs, every: tile.Heads, inverting: Iterator, inverses: 
     schedule.finish(inverting)
     for part in every.split(FINISHED):
         heads = [x for x in inverses if x.first <= part.first][-1]
-        A_inv = inverses[heads][part._replace(first=part.first - heads.first).packs_at]
+        A_inv = inverses[heads][-1][part._replace(first=part.first - heads.first).packs_at]
         at = part.packs_at
         scores = None if refs.scores is None else refs.scores[at]
         lefts[part] = value_factor(refs, scores, A_inv, refs.end[at] * A_inv, refs.keys[part.keys_at], part)
@@ -232,27 +225,20 @@ def _store_for_next_step(refs: GdnRefs, q, k, staged: dict, inverses: dict, left
     """Store what the next grid step reads, last, because this one reads there what the one before stored."""
     if refs.A_inv_out is not None:
         n = refs.A_inv_out.shape[1]
-        for heads, A_inv in inverses.items():
+        for heads, found in inverses.items():
             for i in range(heads.packs_at.start, heads.packs_at.stop):
-                refs.A_inv_out[i // n, i % n] = A_inv[i - heads.packs_at.start]
+                refs.A_inv_out[i // n, i % n] = found[-1][i - heads.packs_at.start]
     for part, left in lefts.items():
         refs.left[part.packs_at] = left
     if refs.keys is not None:
         handed = ("start_prev", refs.start), ("keys_prev", refs.keys), ("queries_prev", refs.queries)
-        _store(refs, {name: ref[...] for name, ref in handed if ref is not None})
-        _store(refs, {"keys": k, "queries": q})
+        loads.store(refs, {name: ref[...] for name, ref in handed if ref is not None})
+        loads.store(refs, {"keys": k, "queries": q})
     elif refs.keys_prev is not None:
-        _store(refs, {"keys_prev": k, "queries_prev": q})
+        loads.store(refs, {"keys_prev": k, "queries_prev": q})
         refs = refs._replace(start=refs.start_prev)
     for part, values in staged.items():
-        _store(refs, values, part.packs_at)
-
-
-def _store(refs: GdnRefs, values: dict[str, Any], at: object = ...) -> None:
-    """Store arrays in the Refs of their names that the launch has."""
-    for name, x in values.items():
-        if getattr(refs, name) is not None:
-            getattr(refs, name)[at] = x
+        loads.store(refs, values, part.packs_at)
 
 
 def plan(x: Operands, static: FusedStatic, outputs: tuple[str, ...]) -> dict[str, Any]:

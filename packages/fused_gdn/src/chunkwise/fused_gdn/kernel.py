@@ -123,17 +123,13 @@ def _turn(
     # Nobody needs a state where only the inverses are requested, as by `jax.checkpoint` before a backward.
     needs_state = any(ref is not None for ref in (refs.o, refs.ht, refs.h, refs.v_new_over_beta))
 
-    def store(part: tile.Heads, values: dict[str, jax.Array]) -> None:
-        for name, x in values.items():
-            getattr(after, name)[part.packs_at] = x
-
     def prepare_heads(several: list[tile.Heads]) -> Iterator[None]:
         for part in several:
             values = prepare(refs, q, k, gates, part, cur.masks, static)
             if after is refs:  # this turn reads there the arrays of prev
                 staged.append((part, values))
             else:
-                store(part, values)
+                loads.store(after, values, part.packs_at)
             yield
 
     def prepare_and_read(stage: tile.Heads) -> Iterator[None]:
@@ -172,7 +168,7 @@ def _turn(
     if refs.A_inv_out is not None:
         refs.A_inv_out[...] = A_inv
     for part, values in staged:
-        store(part, values)
+        loads.store(after, values, part.packs_at)
     # All stages may share a key head, and those of the turn before may still read it.
     for ref, x in ((after.keys, k), (after.queries, q)):
         if ref is not None:

@@ -71,7 +71,7 @@ def _two_chunks(refs: GdnRefs, static: FusedStatic, s: tile.Heads) -> None:
     stages, keys = {}, []
     for index, own in enumerate(loads.of_chunks(refs, s, static.chunks)):
         _, k, g, beta, _ = loads.load_chunk(own, None, s, static)
-        each = _stages(own, k, g, beta, None, None, functools.partial(store, own), s)
+        each = _stages(own, k, g, beta, None, None, functools.partial(loads.store, own), s)
         keys.append((own, k))
         stages |= {name.upper() if index else name: stage for name, stage in each.items()}
     n, parts = parts_of(s)
@@ -107,11 +107,11 @@ def _grid_step(
         refs.owner_prev[...], refs.owner_second[...] = refs.owner_second[...], refs.owner[...]
     hand_on(refs, k)
     for x in prepared:
-        store(refs, *x)
+        loads.store(refs, *x)
 
 
 def _stages(
-    refs: GdnRefs, k, g, beta, masks, valid, keep: Callable[[tile.Heads, dict[str, jax.Array]], None], s: tile.Heads
+    refs: GdnRefs, k, g, beta, masks, valid, keep: Callable[[dict[str, jax.Array], slice], None], s: tile.Heads
 ) -> dict[str, Iterator[None]]:
     """Return the stages of a grid step, or of one of its two chunks, by their letters in an order.
 
@@ -124,23 +124,17 @@ def _stages(
       refs: the Refs of the chunks that the stages work on.
       k, g, beta: of the chunk to prepare, as `loads.load_chunk` returns them; `masks` are of the same chunk.
       valid: rows of the values of the chunk inverted that may be read; None for all rows.
-      keep: called with heads and what `prepare` returns for them.
+      keep: called with what `prepare` returns for some heads, and their packs.
       s: all heads.
     """
     stages, exact, inverses = s.split(kernel.STAGE), k.dtype != jnp.bfloat16, []
-
-    def invert() -> Iterator[None]:
-        for A_inv in inverse.block_doubling(refs.blocks[...], refs.A[...], 3 if exact else 2):
-            inverses.append(A_inv)
-            yield
-
-    inverting = invert()
+    inverting = loads.invert(refs, ..., k.dtype, inverses)
 
     def prepare_heads() -> Iterator[None]:
         gates = tile.gate_sums(g, beta, s, exact, masks)
         yield
         for part in (part for stage in stages for part in stage.split(kernel.STAGE // 2)):
-            keep(part, prepare(k, gates, part, masks))
+            keep(prepare(k, gates, part, masks), part.packs_at)
             yield
 
     def apply_inverses() -> Iterator[None]:
@@ -169,12 +163,6 @@ def prepare(k, gates: tile.Gates, part: tile.Heads, masks) -> dict[str, jax.Arra
         "start": start,
         "last": from_start[:, -1:],
     }
-
-
-def store(refs: GdnRefs, part: tile.Heads, values: dict[str, jax.Array]) -> None:
-    """Store what `prepare` returns."""
-    for name, x in values.items():
-        getattr(refs, name)[part.packs_at] = x
 
 
 def hand_on(refs: GdnRefs, k) -> None:

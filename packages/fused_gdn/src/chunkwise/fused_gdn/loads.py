@@ -1,5 +1,6 @@
-"""The loads of all kernels of the gated delta rule."""
+"""The loads and stores of all kernels of the gated delta rule."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 
 from chunkwise.fused_gdn import tile
 from chunkwise.fused_gdn.operands import GdnRefs
-from chunkwise.shared.kernels import tiles
+from chunkwise.shared.kernels import inverse, tiles
 from chunkwise.shared.kernels.spans import layout, nonfinite
 from chunkwise.shared.kernels.spans.operands import FusedStatic
 
@@ -31,6 +32,20 @@ def of_chunks(refs: GdnRefs, s: tile.Heads, chunks: int) -> list[GdnRefs]:
         return layout.slice_refs(refs, at)
 
     return [of_chunk(i) for i in range(chunks)]
+
+
+def store(refs: GdnRefs, values: dict[str, Any], at: object = ...) -> None:
+    """Store arrays in the Refs of their names that the launch has."""
+    for name, x in values.items():
+        if getattr(refs, name) is not None:
+            getattr(refs, name)[at] = x
+
+
+def invert(refs: GdnRefs, packs: Any, dtype, found: list) -> Iterator[None]:
+    """Append A_inv of some packs of heads to a list, unfinished ones before it; yield between products."""
+    for A_inv in inverse.block_doubling(refs.blocks[packs], refs.A[packs], 2 if dtype == jnp.bfloat16 else 3):
+        found.append(A_inv)
+        yield
 
 
 def load_chunk(refs, valid, s: tile.Heads, static: FusedStatic, at: slice = slice(None)) -> Any:

@@ -62,12 +62,7 @@ def _grid_step(refs: KdaRefs, of_stages: list[list[stage_chunks.StageChunk]], st
     for view, chunk in zip(views, cur, strict=True):
         if chunk.masks is not None:
             loads.store_continuing(view.continuing, chunk.masks)
-    gated = [loads.load_gates(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
-    loaders = [kernel.by_head(x, chunk.valid, static) for x, chunk in zip(views, cur, strict=True)]
-    rounded = [
-        kernel.rounded_betas(x, load[1], betas, chunk.valid, static)
-        for x, load, (_, betas), chunk in zip(views, loaders, gated, cur, strict=True)
-    ]
+    gated, loaders, rounded = kernel.load_each(views, cur, static)
     staged: dict[tuple[int, int], Any] = {}
     inverses: list[Any] = [None]
 

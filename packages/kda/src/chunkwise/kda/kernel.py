@@ -113,6 +113,14 @@ def by_head(refs: KdaRefs, valid, static: KdaStatic) -> tuple[Callable, Callable
     return load_q, load_unit
 
 
+def load_each(refs: list[KdaRefs], cur: list, static: KdaStatic) -> tuple[list[tuple], list[tuple], list]:
+    """Return of several chunks the results of `loads.load_gates`, of `by_head` and of `rounded_betas`."""
+    of = lambda f: [f(x, chunk.valid, static) for x, chunk in zip(refs, cur, strict=True)]
+    gated, loaders = of(loads.load_gates), of(by_head)
+    each = zip(refs, cur, loaders, gated, strict=True)
+    return gated, loaders, [rounded_betas(x, load[1], y[1], chunk.valid, static) for x, chunk, load, y in each]
+
+
 def rounded_betas(
     refs: KdaRefs, load_unit: Callable, betas, valid, static: KdaStatic, beta_rows=None
 ) -> tuple[list, jax.Array]:
@@ -370,8 +378,7 @@ def plan(
       outputs: names of outputs.
       operator: the operator's name, for the name of the kernel.
       body: the body of the kernel, called with the Refs and the static description.
-      scratch: the buffers of the body; by default those of a forward. With the output M, there are three stages, and
-        the second one reads the values and writes the inverses and scores.
+      scratch: its buffers; by default a forward's. With M the second of three stages has values, inverses and scores.
 
     Returns:
       The arguments. The launch gives a dict of these outputs: o [B, T, HV V] in the type of v; ht, the final states

@@ -81,12 +81,7 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
     state goes on, "p". Applied inverses, "a", replace what takes the state of their heads on, so they come after it.
     """
     views, heads, p = loads.of_chunks(refs, static, static.config.heads), static.config.heads, static.p
-    gated = [loads.load_gates(x, None, static) for x in views]
-    loaders = [kernel.by_head(x, None, static) for x in views]
-    rounded = [
-        kernel.rounded_betas(x, load[1], betas, None, static)
-        for x, load, (_, betas) in zip(views, loaders, gated, strict=True)
-    ]
+    gated, loaders, rounded = kernel.load_each(views, cur, static)
     packs = [(i, n) for n in range(0, heads, p) for i in range(CHUNKS)]
     staged: list[tuple] = []
     inverses: list[jax.Array] = []
@@ -94,7 +89,11 @@ def _grid_step(refs: KdaRefs, cur: list[stage_chunks.StageChunk], static: KdaSta
 
     def prepare() -> Iterator[None]:
         for i, n in packs:
-            staged.append(kernel.prepare(views[i], n, *loaders[i], *gated[i], None, None, static, upright=False))
+            staged.append(
+                kernel.prepare(
+                    views[i], n, *loaders[i], *gated[i], valid=None, masks=None, static=static, upright=False
+                )
+            )
             yield
 
     def invert() -> Iterator[None]:

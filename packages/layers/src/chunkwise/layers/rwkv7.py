@@ -241,9 +241,10 @@ def _mix(
     k = wide(k) * (1 + (rate - 1) * wide(w.k_a)[None, None])
     narrow = lambda y: y.astype(x.dtype)
     arrays = (r, k, v), decay, narrow(-kappa), narrow(kappa * rate), gate, w.norm, w.norm_bias, w.r_k
-    # The shift is done, before the projections.
+    # The shift is done before the projections.
     name, cache = run.own_cache
-    run = run if cache is None else dataclasses.replace(run, **{name: cache._replace(conv=())})
+    changed: dict[str, Any] = {} if cache is None else {name: cache._replace(conv=())}
+    run = dataclasses.replace(run, **changed)
     y, cache = mixing.way(run, _MIXER, x)(run, config, arrays)
     after = caches.Cache((shifted,), cache.state)
     return running.project_out(y, w.out, x), after, running.by_head(first, config.HV)

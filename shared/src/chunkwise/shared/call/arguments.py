@@ -85,7 +85,7 @@ class Arguments(NamedTuple):
     segment_ids: jax.Array | None = None
     slots: Any = None
     p: jax.Array | None = None
-    echo: jax.Array | None = None
+    echo: jax.Array = ABSENT
     b: jax.Array | None = None
     w: jax.Array | None = None
     log_weight: jax.Array | None = None

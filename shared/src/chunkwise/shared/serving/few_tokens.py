@@ -46,8 +46,8 @@ def scan_tokens(
 ):  # fmt: skip
     """Return (o, states) of the recurrence in float32, o in the type of v; beta is None without the delta rule.
 
-    p are erase keys of every value head, which `normalise` does not scale, or None for k; echo as in `recurrence`. With
-    `every` the results are the states after every token, and also the values that the tokens wrote: see `recurrence`.
+    p are erase keys of every value head, which `normalise` does not scale; None for k. With `every` the results are the
+    states after every token, and also the values that the tokens wrote: see `recurrence`, and for `echo`, too.
     """
     # Padding may hold anything, and its gradient is zero.
     q, k, v, g, beta, p, echo = jax.tree.map(

@@ -163,11 +163,12 @@ def _prefill(
 def _prefill_in_two(plan: Plan, x: Arguments, pool: StatePool, routes: pools.Routes, accepted: jax.Array | None):
     """Do the same as `_prefill` where a token is two for an implementation over whole sequences."""
     two, options = jnp.int32(2), plan.options
-    x = interleaved.whole(arguments.as_two_tokens(x)._replace(cu_seqlens=x.cu_seqlens * two))
+    x = arguments.as_two_tokens(x)._replace(cu_seqlens=x.cu_seqlens * two)
+    q, x = x.q, x if plan.implementation.interleaves else interleaved.whole(x)
     options = options if options.block_size is None else options._replace(block_size=options.block_size * 2)
     routes = routes._replace(start=routes.start * two, end=routes.end * two)
     o, pool = _prefill(implementations.plan(plan.implementation, x, options), x, pool, routes, accepted)
-    return o[:, 1::2], pool
+    return interleaved.select_queries(q, o), pool
 
 
 def _gather(

@@ -195,9 +195,8 @@ def _divides(division: partition.Division, run: running.Run, config: config.Laye
     """
     whole = division.axes["t"] + division.axes["d"] + (division.axes["b"] if tree[1] else ())
     even = not whole and config.H % _key_heads(division, config) == 0
-    placed = (
-        even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, _letters(config, mixer, tree))
-    )
+    letters = _letters(config, mixer, tree)
+    placed = even and hasattr(tree[0].state, "dtype") and partition.can_place(division, tree, letters)
     return placed and choose.runs_kernels(run.implementation, whole=True)
 
 

@@ -80,7 +80,7 @@ def _state_bytes(s: DecodeStatic, dtype) -> int:
 
 
 def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
-    """Return the decodes as the kernel takes them over a pool: if its states lie transposed, with fewer, wider heads."""
+    """Return decodes as the kernel takes them over a pool: where its states lie transposed, with fewer, wider heads."""
     s = x.static
     if pool.paired and s.H < s.HV:
         # Every value head gets a key of its own.

@@ -172,7 +172,7 @@ def in_halves(x: jax.Array) -> list[jax.Array]:
 def sum_of_head(x: jax.Array, s: DecodeStatic) -> jax.Array:
     """Return the sum over the channels of a head, [n, 1], or of two heads in the lanes of each, [n, lanes]."""
     sums = [jnp.sum(y, axis=1, keepdims=True) for y in (in_halves(x) if s.paired else [x])]
-    return jnp.where(lower_lanes(x), *sums) if s.paired else sums[0]
+    return jnp.where(lower_lanes(x), sums[0], sums[1]) if s.paired else sums[0]
 
 
 def read_on_matrix_unit(S: jax.Array, rows: jax.Array, s: DecodeStatic) -> jax.Array:
