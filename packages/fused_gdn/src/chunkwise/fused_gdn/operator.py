@@ -1,6 +1,7 @@
 """The record of the gated delta rule: its checks, the layout of its arrays, its kernels and its plain form."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,8 @@ def lay_out(x: Arguments, static: FusedStatic, backward: bool) -> Operands:
     q, k = jax.tree.map(repeat, (x.q, x.k)) if repeats > 1 else (x.q, x.k)
     kinds = interleaved.kinds(q)
     q, k, v = (layout.to_lanes(y.astype(dtype), static.T, kinds) for y in (q, k, x.v))
-    g, beta = (None if y is None else to_blocks(launcher.without_float16(y), heads, static.T) for y in (x.g, x.beta))
+    of_heads: Any = lambda y: None if y is None else to_blocks(launcher.without_float16(y), heads, static.T)
+    g, beta = map(of_heads, (x.g, x.beta))
     return Operands(q=q, k=k, v=v, g=g, beta=beta, initial_state=fused.kernel_states(x.initial_state))
 
 

@@ -84,7 +84,8 @@ def static_for(x: Arguments, options: Options, requested: frozenset[str]) -> Kda
 
 def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     """Return the operands of a launch; numbers per head are rows of chunks [B, NT, HV, C], states are [V, K]."""
-    g, law = None if x.g is None else x.g.astype(jnp.float32), None
+    g: Any = None if x.g is None else x.g.astype(jnp.float32)
+    law = None
     if x.A_log is not None and static.gate_law is not None:
         g = _narrow(x.g)
         law = jnp.stack(gates.lay_out_activation(x.A_log, x.dt_bias, g.shape[2:], static.gate_law))  # [2, HV, K]

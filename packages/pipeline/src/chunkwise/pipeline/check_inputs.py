@@ -92,7 +92,9 @@ def check_inputs(
     named = locals() | dict(allow_neg_eigval=doubled)
     names = _LOW_RANK if gk is not None else {}
     checks.check_flags(allow_neg_eigval=allow_neg_eigval, allow_padding=allow_padding)
-    tensors = {name: y for name, y in (named | others).items() if hasattr(y, "shape") and name not in _SHARED}
+    tensors: dict[str, Any] = {
+        name: y for name, y in (named | others).items() if hasattr(y, "shape") and name not in _SHARED
+    }
     if recipe := _recipe_of(tensors, others):
         return _check_recipe(recipe, tensors, named | dict(allow_neg_eigval=allow_neg_eigval))
     arrays, options, more = _to_records(named)

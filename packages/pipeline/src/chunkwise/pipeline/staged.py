@@ -43,7 +43,7 @@ def delta_rule(x: Arguments, options: Options, A_inv: jax.Array | None = None) -
     return o.astype(x.v.dtype), final_state
 
 
-def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax.Array, ...]:
+def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[Any, ...]:
     """Return k, g_cum, A_inv, w and u from the stages before the stage of the states; A_inv may be known."""
     assert x.beta is not None
     cu, C, how = x.cu_seqlens, options.chunk_size, {"implementation": _PALLAS}
@@ -58,7 +58,7 @@ def _solve(x: Arguments, options: Options, A_inv: jax.Array | None) -> tuple[jax
     return k, g_cum, A_inv, *recompute_w_u(k if x.p is None else x.p, x.v, beta, A_inv, of_rows, cu, **how)
 
 
-def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax.Array]:
+def _before_decay(k, p, beta, g_cum, cu_seqlens, C: int) -> tuple[jax.Array, jax.Array | None]:
     """Return A, and the cumulative gates of its rows, where erase keys read the state before the decay of their token.
 
     The cumulative gates of a row are those of the row before, so A_ij = beta_i <p_i, e^(G_(i-1) - G_j) * k_j>. With the
