@@ -7,10 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BLOCKS: dict[str, Callable[[], str]] = {}
 NONE = "-"
-TITLES = {
-    "gated_delta_rule": "gated delta rule", "kda": "KDA", "gla": "GLA", "simple_gla": "simple GLA",
-    "dplr_delta_rule": "RWKV-7",
-}  # fmt: skip
+TITLES = {"gated_delta_rule": "gated delta rule", "kda": "KDA", "gla": "GLA", "simple_gla": "simple GLA"}
 PASSES = {"forward": "forward", "forward+backward": "forward and backward"}
 
 Cell = Callable[[dict], str]
