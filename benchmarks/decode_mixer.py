@@ -49,7 +49,6 @@ MIXERS = {
     "nemotron-h-tp8": Decoder("simple_gla", H=1, HV=16, V=64),
     "granite-4": Decoder("simple_gla", H=1, HV=128, V=64),
     "minimax-text-01": Decoder("simple_gla", H=64, HV=64, layer="lightning"),
-    "minimax-text-01-tp8": Decoder("simple_gla", H=8, HV=8, layer="lightning"),
     "rwkv7-7b": Layer("dplr_delta_rule", H=64, HV=64, K=64, V=64),
     "rwkv7-7b-tp8": Layer("dplr_delta_rule", H=8, HV=8, K=64, V=64),
 }

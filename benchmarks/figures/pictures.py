@@ -159,7 +159,7 @@ def decode_times() -> Picture:
 
     def layer(row):
         found = decode_mixer.MIXERS[row["case"]]
-        return f"{tables.TITLES[found.operator].removeprefix('gated ')}, {found.H}/{found.HV}"
+        return f"{tables.TITLES.get(found.operator, 'RWKV-7').removeprefix('gated ')}, {found.H}/{found.HV}"
 
     of_one = lambda mixture: mixture.W == 1 and not mixture.prefills
     rows = [x for x in tables.rows_of("decodes") if x.get("cycles") and of_one(steps.MIXTURES[x["mixture"]])]

@@ -85,7 +85,7 @@ class Arguments(NamedTuple):
     segment_ids: jax.Array | None = None
     slots: Any = None
     p: jax.Array | None = None
-    echo: jax.Array = ABSENT
+    echo: jax.Array | None = None
     b: jax.Array | None = None
     w: jax.Array | None = None
     log_weight: jax.Array | None = None
@@ -199,10 +199,11 @@ def as_two_tokens(x: Arguments) -> Arguments:
     one has the query. Boundaries stay those of x.
     """
     first, second = (lambda y: Interleaved(y, None)), lambda y: Interleaved(None, y)
-    dtype = x.k.dtype if x.k.dtype == x.echo.dtype else jnp.float32
+    echo: Any = x.echo
+    dtype = x.k.dtype if x.k.dtype == echo.dtype else jnp.float32
     signs = jnp.tile(jnp.asarray([-1.0, 1.0], jnp.float32), x.v.shape[1])
     beta = jnp.broadcast_to(signs[None, :, None], (x.v.shape[0], signs.size, x.v.shape[2]))
-    written: Any = Interleaved(x.echo.astype(dtype), x.k.astype(dtype))
+    written: Any = Interleaved(echo.astype(dtype), x.k.astype(dtype))
     tokens: Any = dict(q=second(x.q), k=written, v=second(x.v), p=first(x.p), g=first(x.g), beta=beta)
     return x._replace(**tokens, echo=None)
 
