@@ -93,10 +93,12 @@ def lay_out(x: Arguments, static: KdaStatic, backward: bool) -> KdaOperands:
     q, k, v = (layout.to_lanes(y.astype(_dtype(x)), static.T) for y in (x.q, x.k, x.v))
     e = None if x.p is None else layout.to_lanes(x.p.astype(_dtype(x)), static.T)
     b, w = (None if y is None else layout.to_lanes(_narrow(y), static.T) for y in (x.b, x.w))
-    if g is not None:
-        g = layout.to_lanes(g, static.T) if static.per_channel else layout.to_rows(g, static.C)
+    of_gates = layout.to_lanes if static.per_channel else layout.to_rows
+    size = static.T if static.per_channel else static.C
+    laid_out: Any = lambda y: None if y is None else of_gates(y, size)
     return KdaOperands(
-        q=q, k=k, v=v, e=e, b=b, w=w, g=g, beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
+        q=q, k=k, v=v, e=e, b=b, w=w, g=laid_out(g),
+        beta=layout.to_rows(x.beta.astype(jnp.float32), static.C),
         law=law, initial_state=fused.kernel_states(x.initial_state, transposed=True),
     )  # fmt: skip
 
