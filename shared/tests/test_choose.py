@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode import choose
-from chunkwise.shared.serving.decode.records import DecodeStatic
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic, static_of
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from tests import decode_suite
 
@@ -82,3 +83,9 @@ def test_only_fused_decodes_a_whole_layer():
     decodes, conv, pool = decode_suite.make(1, 2)
     found = [choose.by_kernel(x, decodes, pool, decode_suite.slots(), conv=conv) for x in ("fused", "staged", "xla")]
     assert found == [True, False, False]
+
+
+def test_a_part_of_the_heads_has_its_own_states():
+    x = tuple(jnp.zeros((1, channels)) for channels in (8, 8, 32))
+    part = Decodes(static_of(2, 8, 4, 4, GateActivation()), x, None).of_heads(2, 1).static
+    assert (part.first, part.H, part.HV) == (4, 1, 4)

@@ -164,3 +164,10 @@ def test_stabilisers_need_no_gradient():
     want, without = of(fixed=lambda m: m), of()
     for name in set(want) - {"initial_state"}:
         assert_close(f"d{name}", without[name], want[name], 1e-12)
+
+
+def test_a_traced_scale_of_divided_outputs_is_read():
+    q = jnp.ones((1, 16, 1, 8))
+    run = lambda scale: chunk_mlstm(q, q, q, *[jnp.zeros((1, 16, 1))] * 2, scale=scale, implementation="fused")[0]
+    program = jax.make_jaxpr(run)(jnp.float32(0.5)).jaxpr
+    assert any(program.invars[0] in step.invars for step in program.eqns if step.outvars[0].aval.ndim)
