@@ -110,6 +110,10 @@ def delta_rule(**others):
             "`cu_seqlens` must come with a batch of 1; got B = 2.",
         ),
         (
+            lambda: check_cu_seqlens(jnp.array([1, 5]), 1, 5),
+            "`cu_seqlens` must rise from 0 to at most T = 5; got [1, 5].",
+        ),
+        (
             lambda: check_cu_seqlens(jnp.arange(12), 1, 5),
             "`cu_seqlens` must rise from 0 to at most T = 5; got [0, 1, 2, 3, 4, 5, 6, 7, '...'].",
         ),

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from chunkwise.shared.call.arguments import Arguments, Options, Slots
+from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.implementation.implementations import Implementation
 from chunkwise.shared.operator import Operator
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.serving.decode import choose
-from chunkwise.shared.serving.decode.records import DecodeStatic
+from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic, static_of
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_inputs, spec
 from chunkwise.shared.testing.oracle import reference
@@ -108,3 +109,9 @@ def test_int8_states_without_a_ring(implementation):
     want, states = reference(**x, initial_state=state_pool.read_states(pool, slots), cu_seqlens=ends)
     assert_close("o", o, want, 2e-6)
     assert_close("states", state_pool.read_states(after, slots), states, 1.2e-2)
+
+
+def test_a_part_of_the_heads_has_its_own_states():
+    x = tuple(jnp.zeros((1, channels)) for channels in (8, 8, 32))
+    part = Decodes(static_of(2, 8, 4, 4, GateActivation()), x, None).of_heads(2, 1).static
+    assert (part.first, part.H, part.HV) == (4, 1, 4)

@@ -9,7 +9,7 @@ import pytest
 
 from chunkwise.shared.call import arguments
 from chunkwise.shared.kernels.spans import chunk_spans, pools
-from chunkwise.shared.serving import run, step_table
+from chunkwise.shared.serving import run, state_pool, step_table
 from chunkwise.shared.serving.state_pool import StatePool
 from tests.engine import make_rubbish
 
@@ -114,3 +114,8 @@ def test_states_after_blocks_beside_decodes():
     options = arguments.Options(chunk_size=4, block_size=8)
     pool = run._write_blocks(StatePool(jnp.zeros((6, 1, 1, 1))), numbers(1, 7), numbers(100, 2), routes, options)
     assert pool.states.ravel().tolist() == [4, 100, 0, 0, 0, 0]
+
+
+def test_slots_that_a_step_does_not_write_keep_their_drafts():
+    before, after = (state_pool.make_pool(2, 1, 1, 1, replay=4)._replace(drafts=jnp.array(x)) for x in ([1, 3], [2, 3]))
+    assert state_pool.with_tokens_of(after, before, jnp.array([0], jnp.int32), 2).drafts.tolist() == [2 + 2**16, 3]

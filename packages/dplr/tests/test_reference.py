@@ -63,7 +63,8 @@ def test_naive_function_of_flash_linear_attention(function):
 def test_two_types_of_keys():
     """Keys that are written with b and with k may have two types; nothing is promoted in silence."""
     x = make_dplr_inputs(1, 20, 1, 2, 8, 8)
-    mixed = x | dict(b=x["b"].astype(jnp.bfloat16))
-    with jax.numpy_dtype_promotion("strict"):
-        o = chunk_dplr_delta_rule(**mixed)[0]
-    assert_close("o", o, chunk_dplr_delta_rule(**mixed | dict(b=mixed["b"].astype(jnp.float32)))[0], 1e-6)
+    for name in "bk":
+        mixed = x | {name: x[name].astype(jnp.bfloat16)}
+        with jax.numpy_dtype_promotion("strict"):
+            o = chunk_dplr_delta_rule(**mixed)[0]
+        assert_close("o", o, chunk_dplr_delta_rule(**mixed | {name: mixed[name].astype(jnp.float32)})[0], 1e-6)

@@ -274,6 +274,8 @@ def test_scaling_of_rotary_positions():
     assert ratio[low:high] == pytest.approx(between)
     assert found.rotary_scale == pytest.approx(0.1 * math.log(4) + 1)
     assert made(**wide, rope_parameters=table | dict(mscale=2.0, mscale_all_dim=2.0)).rotary_scale == 1.0
+    more = made(**wide, rope_parameters=table | dict(mscale=2.0, mscale_all_dim=1.0)).rotary_scale
+    assert more == pytest.approx((0.2 * math.log(4) + 1) / found.rotary_scale)
     assert made(**wide, rope_parameters=table | dict(attention_factor=3.0)).rotary_scale == 3.0
 
 
@@ -322,7 +324,7 @@ def test_infinity_as_a_file_has_it():
 
 def test_settings_of_falcon_h1():
     made = lambda **change: config_from(settings("falcon_h1", **change))
-    assert made(mamba_norm_before_gate=False).norm == "after"
+    assert made(mamba_norm_before_gate=False).norm == made(mamba_norm_before_gate=None).norm == "after"
     assert made(mamba_rms_norm=False).norm is None
     assert made(mamba_d_ssm=None) == made()
 

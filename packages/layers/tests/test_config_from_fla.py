@@ -160,6 +160,7 @@ def test_rwkv7():
         (RWKV7 | dict(value_dim=[768]), 1, r"`hf_config.value_dim` must be a whole number .*; got \[768\]"),
         (RWKV7 | dict(value_dim=770), 1, "`hf_config.value_dim` must be a multiple of 12 heads; got 770"),
         (RWKV7 | dict(time_decay=1), 1, r"no settings that `config_from` does not know; got \['time_decay'\]"),
+        (PRODUCT | dict(use_short_conv=1), 1, r"`hf_config.use_short_conv` must be one of \(True,\) .*; got 1"),
     ],
 )
 def test_what_no_layer_can_do(settings, layer, message):

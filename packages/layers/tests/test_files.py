@@ -153,6 +153,7 @@ def test_indices(tmp_path):
     named = open_checkpoint(tmp_path)
     assert [named[name].tolist() for name in sorted(named)] == [[1, 2, 3, 4]] * 2
     # An array that the index does not name is no array of the checkpoint.
+    shard(tmp_path, one="ab")
     index(tmp_path, {"a": "one.safetensors"})
     assert list(open_checkpoint(tmp_path)) == ["a"]
 

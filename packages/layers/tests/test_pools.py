@@ -161,9 +161,8 @@ def test_what_a_convolution_keeps_after_a_block_over_a_ring():
     """The last inputs of the block, in the first of the slots that belong to a slot of the states."""
     pool = layers.empty_pool(LAYERS["gated_delta_net"], SLOTS, replay=8, decode_tokens=U)
     step = told(80, 0, accepted=1)._replace(num_decodes=0, block_state_indices=np.array([[2]], np.int32))
-    x = jax.random.normal(jax.random.key(1), (1, 80, 8))
-    after = running.Serving(pool, step, 64, U, "xla", None).convolve(0, x, jnp.ones((8, 4)), None, 1)[1]
-    np.testing.assert_array_equal(after[2 * U], x[0, 61:64])
+    x, run = jax.random.normal(jax.random.key(1), (1, 80, 8)), running.Serving(pool, step, 64, U, "xla", None)
+    np.testing.assert_array_equal(run.convolve(0, x, jnp.ones((8, 4)), None, 1)[1][2 * U], x[0, 61:64])
 
 
 def spoilt(pool):

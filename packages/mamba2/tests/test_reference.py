@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.mamba2 import chunk_mamba2, ragged_mamba2, recurrent_mamba2
+from chunkwise.mamba2 import chunk_mamba2, operator, ragged_mamba2, recurrent_mamba2
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close, tolerance
 from chunkwise.shared.testing.inputs import boundaries, make_mamba2_inputs
@@ -49,6 +49,12 @@ def test_values_and_gradients(call, form, implementation, dtype):
         dt_softplus=True, implementation=implementation, expected=definition, values="x",
         limit=lambda name, dtype, x: tolerance(name, kind),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "steps"), [((0.0, 0.5), [0.125, 0.5]), ((0.25, np.inf), [0.25, 0.75])])
+def test_a_limit_may_have_one_end(limit, steps):
+    named = dict(dt=jnp.array([0.125, 0.75]).reshape(1, 2, 1), dt_bias=None, dt_softplus=False, dt_limit=limit)
+    assert operator.step_sizes(named, None).ravel().tolist() == steps
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])

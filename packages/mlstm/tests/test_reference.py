@@ -186,3 +186,10 @@ def test_in_parts():
     assert_close("o", found, o, 1e-5)
     for got, expected in zip(*map(jax.tree.leaves, (gradients, want)), strict=True):
         assert_close("gradient", got, expected, 1e-4)
+
+
+def test_a_traced_scale_of_divided_outputs_is_read():
+    q = jnp.ones((1, 16, 1, 8))
+    run = lambda scale: chunk_mlstm(q, q, q, *[jnp.zeros((1, 16, 1))] * 2, scale=scale, implementation="fused")[0]
+    program = jax.make_jaxpr(run)(jnp.float32(0.5)).jaxpr
+    assert any(program.invars[0] in step.invars for step in program.eqns if step.outvars[0].aval.ndim)
