@@ -22,11 +22,13 @@ ROOT = Path(__file__).parents[1]
 # that is not there is as its own file says.
 QUICK = ROOT / "tests/quick.txt"
 # What the tests that every change must pass have at most, of numbers that no machine changes.
-MOST = {"tests": 1_900, "programs": 8_500}
+MOST = {"tests": 3_150, "programs": 8_500}
 # What these test is not the source: pages, data and the simulated TPU. Their own files say what is quick.
 OTHERS = tuple(f"tests_e2e/{name}/" for name in ("examples", "pages", "repository", "simulated"))
 # A test that every change must pass reaches a line, or tests a function, that no other does for every so many seconds.
 SECONDS = 1.0
+# A test that takes at most so many seconds is always one of them.
+FREE = 0.1
 # The events of JAX that say how long it traced, lowered and compiled.
 KINDS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -122,7 +124,8 @@ def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 def choose(tests: dict[str, tuple[float, list[str]]], caught: list[list[str]]) -> set[str]:
     """Return the tests that every change must pass: a cover of known mistakes, of lines, and of functions of tests.
 
-    Of lines and functions, what only takes more than `SECONDS` is left out.
+    Of lines and functions, what only takes more than `SECONDS` is left out. What is `FREE` stays: tests with the same
+    shapes share traces, so that all but the first of them seem to reach few lines.
 
     Args:
       tests: for every test its seconds, and the lines that it reaches.
@@ -143,7 +146,7 @@ def choose(tests: dict[str, tuple[float, list[str]]], caught: list[list[str]]) -
             known = named[test.rpartition("::")[2] if test.startswith("tests/") else test]
             for case in [test] if test in tests else sorted(known, key=lambda test: tests[test][0])[:1]:
                 catches[case].add(mistake)
-    chosen = cover(tests, catches, set(), math.inf)
+    chosen = cover(tests, catches, {test for test, (seconds, _) in tests.items() if seconds <= FREE}, math.inf)
     return cover(tests, {test: {*lines, test.partition("[")[0]} for test, (_, lines) in tests.items()}, chosen, SECONDS)
 
 
