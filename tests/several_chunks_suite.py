@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
         """Fail unless launches have so many grid steps for a block of heads in a row, and those of later stages."""
         B, _, HV, _ = x["v"].shape
         gradients = jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum())
-        for name, count, _, _ in launches(gradients, x):
+        for name, count, *_ in launches(gradients, x):
             assert count == B * HV // self.config(1).heads * (steps + self.more[name.split("_")[-2]])
 
     def assert_values_and_gradients(self, x, normalise: bool, chunks: int = 3) -> None:
@@ -71,7 +71,7 @@ class Kernel(NamedTuple):
         ids, steps = segment_suite.random_segment_ids(3, x["v"].shape[:2]), -(-x["v"].shape[1] // 32)
         ids[1] = 0
         gradients = compare.with_gradients(self.over_segments)
-        for name, count, _, _ in launches(gradients, x, ids, jax.eval_shape(self.over_segments, x, ids)):
+        for name, count, *_ in launches(gradients, x, ids, jax.eval_shape(self.over_segments, x, ids)):
             assert count == 2 * (steps + self.more[name.split("_")[-2]])
         segment_suite.assert_segments(self.over_segments, x, ids)
 

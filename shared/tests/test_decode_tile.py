@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.shared.call.gates import GateActivation
 from chunkwise.shared.serving.decode import tile
+from chunkwise.shared.serving.decode.records import static_of
 from chunkwise.shared.testing.compare import assert_close
 
 
@@ -22,6 +24,6 @@ def test_a_state_is_read_alike_by_both_units():
     want = row @ np.asarray(S, np.float64)
     row = jnp.asarray(row, jnp.float32)
     parts = jnp.concatenate([*tile.exact_parts(row), *[jnp.zeros_like(row)] * 5])
-    products = tile.read_on_matrix_unit(S, parts)
+    products = tile.read_on_matrix_unit(S, parts, static_of(1, 1, 128, 128, GateActivation()))
     assert_close("matrix unit", jnp.sum(products, axis=0, keepdims=True), want, 1e-6)
     assert_close("vector unit", tile.read_on_vector_unit(S.astype(jnp.float32), row), want, 1e-6)
