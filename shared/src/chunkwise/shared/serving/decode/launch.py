@@ -242,7 +242,7 @@ def launch(
         | {name: (in_hbm, y.shape, y.dtype) for name, y in held.items()},
         scratch=scratch,
         in_place={name: name for name in held},
-        cost_estimate=_cost(T, N, targets, held, s, x.beta is not None or x.echo is not None),
+        cost_estimate=_cost(T, N, targets, held, x),
     )
     o, after = chunking.pad_tokens(out["o"][None], x.x[0].shape[0])[0], {name: out[name] for name in fields}
     if s.transposed and not s.paired:
@@ -281,20 +281,20 @@ def _ring_scratch(s: DecodeStatic, pool: StatePool, held: dict[str, jax.Array], 
     return scratch | dict(ring_reads=(2 * s.HV * m, s.V), counting=pltpu.SemaphoreType.DMA)
 
 
-def _cost(T: int, N: int, targets: int, held: dict[str, jax.Array], s: DecodeStatic, delta: bool) -> pl.CostEstimate:
+def _cost(T: int, N: int, targets: int, held: dict[str, jax.Array], x: Decodes) -> pl.CostEstimate:
     """Return the cost of N decodes of T tokens in all: each reads a slot, and writes some."""
-    slot = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values())
+    slot, s, echo = sum(y.size // y.shape[0] * y.dtype.itemsize for y in held.values()), x.static, x.echo is not None
     return pl.CostEstimate(
-        flops=flops(T, s.HV, s.K, s.V, delta),
+        flops=flops(T, s.HV, s.K, s.V, echo or x.beta is not None, echo),
         transcendentals=8 * T * s.HV * s.V,
         bytes_accessed=(1 + targets) * N * slot,
     )
 
 
-def flops(tokens: int, HV: int, K: int, V: int, delta: bool = True) -> int:
-    """Return the flops of an operator token by token: 5 or 7 for a token and an entry of its states.
+def flops(tokens: int, HV: int, K: int, V: int, delta: bool = True, echo: bool = False) -> int:
+    """Return the flops of an operator token by token: 5, 7 or 9 for a token and an entry of its states.
 
     A state is decayed, a product of a key and a value is added to it, and it is read; the delta rule reads it once
-    more.
+    more, and an echo adds one product more.
     """
-    return (7 if delta else 5) * tokens * HV * K * V
+    return (5 + 2 * delta + 2 * echo) * tokens * HV * K * V
