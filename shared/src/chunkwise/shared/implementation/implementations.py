@@ -195,7 +195,8 @@ def with_chunk_size(name: str, x: Arguments, options: Options) -> Options:
 
     Plain JAX asks when it runs, because its chunk size is the platform's.
     """
-    per_channel, state = x.g is not None and x.g.ndim == 4, 0 if x.beta is not None else x.k.shape[3] * x.v.shape[3]
+    per_channel, delta = x.g is not None and x.g.ndim == 4, x.beta is not None or x.erases
+    state = 0 if delta else x.k.shape[3] * x.v.shape[3]
     chunk_size = checks.choose_chunk_size(options.chunk_size, name, x.q.shape[1], per_channel=per_channel, state=state)
     return options._replace(chunk_size=chunk_size)
 
