@@ -76,8 +76,8 @@ def check_inputs(
 
     Args:
       q, k, v, g, beta, g_gamma, p, b, w, a, gk, i, f, num_householder, initial_state: as in the operator.
-      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound, use_beta_sigmoid_in_kernel,
-        use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
+      use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound: as in the operator.
+      use_beta_sigmoid_in_kernel, use_erase_sigmoid_in_kernel, use_write_sigmoid_in_kernel: as in the operator.
       allow_neg_eigval: whether step sizes, or erase gates, may be up to 2, whether they are raw or not.
       min_gate: the bound of gates in nats that are not raw, such as -5 for a law with this `lower_bound`; static.
       cu_seqlens, segment_ids: as in the operator. A row whose ids are above 0, and 0 at its end, is an error: the zeros
