@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from chunkwise.shared.call import arguments, checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.kernels import chunking, interleaved
-from chunkwise.shared.kernels.interleaved import Interleaved
 from chunkwise.shared.plain import stream
 from chunkwise.shared.serving import run, state_pool, step_table
 
@@ -46,11 +45,6 @@ def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     g = gates.decays(x.g, x.A_log, x.dt_bias, law, chunking.valid_tokens(ends, x.segment_ids, T))
     activation = options.activation._replace(use_gate_in_kernel=False, lower_bound=None)
     return x._replace(g=g, A_log=None, dt_bias=None), options._replace(activation=activation)
-
-
-def place(y: jax.Array, n: int, at: int) -> Any:
-    """Return [B, T n, ...] with the tokens y [B, T, ...] at this place of every n tokens, and zeros at the others."""
-    return Interleaved(*(y if i == at else None for i in range(n)))
 
 
 def interleave(*tokens: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from chunkwise.fused_gdn import operator as gdn
 from chunkwise.shared import composition
 from chunkwise.shared.call import checks, configs, signature
 from chunkwise.shared.call.arguments import Arguments, Options
+from chunkwise.shared.kernels import interleaved
 
 # It has the implementations of the gated delta rule. Its tensors are checked before they become those of n tokens.
 OPERATOR = dataclasses.replace(gdn.OPERATOR, name="gated_delta_product", check=lambda x, options: None)
@@ -25,8 +26,8 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     by_token = check(x, options, n)
     checked, options = composition.check_counts(by_token, options, form)
     x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
-    g: Any = None if x.g is None else composition.place(x.g, n, 0).whole()
-    x = x._replace(q=composition.place(x.q, n, n - 1), g=g)
+    g: Any = None if x.g is None else interleaved.place(x.g, n, 0).whole()
+    x = x._replace(q=interleaved.place(x.q, n, n - 1), g=g)
     return composition.over_tokens(OPERATOR, form, x, options, implementation, n)
 
 

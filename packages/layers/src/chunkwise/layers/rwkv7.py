@@ -250,7 +250,7 @@ def _mix(
     return running.project_out(y, w.out, x), after, running.by_head(first, config.HV)
 
 
-def _one_after_the_other(run: running.Run, config: _Config, arrays: mixing.Arrays) -> running.Mixed:
+def _by_operators(run: running.Run, config: _Config, arrays: mixing.Arrays) -> running.Mixed:
     """Return the output before the last projection, and the state after its tokens."""
     (r, k, v), decay, erase, echo, gate, weight, bias, r_k = arrays
     wide = lambda y: y.astype(jnp.float32)
@@ -275,7 +275,7 @@ def _decodes(config: _Config, arrays: mixing.Arrays) -> Decodes:
 
 
 _MIXER = mixing.Mixer(
-    _one_after_the_other, _decodes, (mixing.PROJECTED, "bth", "bth", "bth", "btn", "n", "n", "h."),
+    _by_operators, _decodes, (mixing.PROJECTED, "bth", "bth", "bth", "btn", "n", "n", "h."),
 )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def as_two_tokens(x: Arguments) -> Arguments:
     The first one has the gate, and adds by a value of zeros and a step size of -1 what its erase key reads. The second
     one has the query. Boundaries stay those of x.
     """
-    first, second = (lambda y: Interleaved(y, None)), lambda y: Interleaved(None, y)
+    first, second = (lambda y: interleaved.place(y, 2, 0)), lambda y: interleaved.place(y, 2, 1)
     echo: Any = x.echo
     dtype = x.k.dtype if x.k.dtype == echo.dtype else jnp.float32
     signs = jnp.tile(jnp.asarray([-1.0, 1.0], jnp.float32), x.v.shape[1])

@@ -140,6 +140,11 @@ KINDS = Interleaved, InLanes
 """The operands that a launch reads as several arrays."""
 
 
+def place(y: jax.Array, n: int, at: int) -> Any:
+    """Return [B, T n, ...] with the tokens y [B, T, ...] at this place of every n tokens, and zeros at the others."""
+    return Interleaved(*(y if i == at else None for i in range(n)))
+
+
 def whole(tree: object) -> Any:
     """Return a tree with one array in the place of all `Interleaved`."""
     return jax.tree.map(lambda y: y.whole() if _known(y) else y, tree, is_leaf=_known)
