@@ -47,8 +47,9 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         if skip is not None:
             o = _as(x.v, o.astype(jnp.float32) + skip[None, None] * values)
     if z is not None:
-        gate = jax.nn.silu(chunking.select_tokens(valid, jnp.asarray(z)).astype(jnp.float32))
-        o = _as(x.v, o.astype(jnp.float32) * gate)
+        flat = lambda y: y.reshape(*y.shape[:2], -1).astype(jnp.float32)
+        gated = flat(o) * jax.nn.silu(flat(chunking.select_tokens(valid, jnp.asarray(z))))
+        o = _as(x.v, gated).reshape(o.shape)
     return o, state
 
 
