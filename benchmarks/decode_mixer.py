@@ -98,7 +98,7 @@ def compile_mixer(
     compiler.setup(flags)
     layer, config = _layer(case)
     weights = jax.eval_shape(lambda key: layer.init(Initial(key, jnp.bfloat16), config), jax.random.key(0))
-    letters = layer.weights(**layer.split(config))
+    letters = layer.split(config)
     # Projections to heads, of which the tokens are given.
     projects = jax.tree.map(lambda of, y: of[0] == "." != of[-1] and y.ndim > 1, letters, weights)
     tokens = lambda projects, y: jax.ShapeDtypeStruct((1, mixture.T, y.shape[1]), jnp.bfloat16) if projects else y
