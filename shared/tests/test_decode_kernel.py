@@ -212,7 +212,18 @@ def test_operations(options, most, monkeypatch):
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
-    "case", ["bfloat16", "channels", "ring", "int8", "channels, int8 drafts", "channels, drafts", "drafts in slots"]
+    "case",
+    [
+        "bfloat16",
+        "channels",
+        "ring",
+        "int8",
+        "channels, int8 drafts",
+        "channels, drafts",
+        "drafts in slots",
+        "two heads in a register",
+        "channels, two heads in a register",
+    ],
 )
 def test_compiles_as_one_launch(case, chip):
     H, HV, options = CASES[case]
