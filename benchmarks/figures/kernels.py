@@ -98,7 +98,7 @@ def tpu_whole_mixers() -> str:
     """The shares of a model's mixer with its projections: products, kernels, and operations that only move numbers."""
     names = {
         "mixer-olmo-hybrid": "OLMo-hybrid", "mixer-nemotron-h": "Nemotron-H", "mixer-granite-4": "Granite-4",
-        "mixer-rwkv7": "RWKV-7",
+        "mixer-falcon-h1": "Falcon-H1", "mixer-rwkv7": "RWKV-7",
     }  # fmt: skip
     rows = tables.rows_of("tpu-whole-mixers")
     lines = [row for case in names for row in tables.select(rows, case=case)]

@@ -47,7 +47,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         # Of z by head XLA would turn whole arrays around for the gradients of projections.
         flat = lambda y: y.reshape(*y.shape[:2], -1).astype(jnp.float32)
         gated = flat(o) * jax.nn.silu(flat(chunking.select_tokens(valid, jnp.asarray(z))))
-        o = gated.reshape(o.shape).astype(o.dtype)
+        o = gated.astype(o.dtype).reshape(o.shape)
     return o, state
 
 
