@@ -236,29 +236,19 @@ x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(2, 1, 1, 2, 
     ("arguments", "message"),
     [
         (dict(slots=spec(2, dtype=jnp.int32)), "`state_indices` must come with the pool as `initial_state`; got None."),
-        (
-            dict(slots=spec(3, dtype=jnp.int32), pool=spec(4, 2, 8, 8)),
-            "`state_indices` must be int32 of shape (2,); got int32 (3,).",
-        ),
+        (dict(slots=spec(3, dtype=jnp.int32), pool=spec(4, 2, 8, 8)),
+         "`state_indices` must be int32 of shape (2,); got int32 (3,)."),
         (dict(slots=[0, 1], pool=spec(4, 2, 8, 8)), "`state_indices` must be int32 of shape (2,); got list."),
-        (
-            dict(started=spec(2, dtype=jnp.int32), pool=spec(2, 2, 8, 8)),
-            "`has_initial_state` must be bool of shape (2,); got int32 (2,).",
-        ),
-        (
-            dict(slots=spec(2, dtype=jnp.int32), pool=spec(4, 2, 8, 9)),
-            "`initial_state` must have shape [N, HV, K, V] = (any, 2, 8, 8); got (4, 2, 8, 9).",
-        ),
-        (
-            dict(slots=np.array([0, 4], np.int32), pool=spec(4, 2, 8, 8)),
-            "`state_indices` must be below 4, the number of slots of `initial_state`; got 4.",
-        ),
-        (
-            dict(slots=jnp.array([3, 3]), pool=spec(4, 2, 8, 8)),
-            "`state_indices` must name a slot only once, but for negative ones; got 3 twice.",
-        ),
+        (dict(started=spec(2, dtype=jnp.int32), pool=spec(2, 2, 8, 8)),
+         "`has_initial_state` must be bool of shape (2,); got int32 (2,)."),
+        (dict(slots=spec(2, dtype=jnp.int32), pool=spec(4, 2, 8, 9)),
+         "`initial_state` must have shape [N, HV, K, V] = (any, 2, 8, 8); got (4, 2, 8, 9)."),
+        (dict(slots=np.array([0, 4], np.int32), pool=spec(4, 2, 8, 8)),
+         "`state_indices` must be below 4, the number of slots of `initial_state`; got 4."),
+        (dict(slots=jnp.array([3, 3]), pool=spec(4, 2, 8, 8)),
+         "`state_indices` must name a slot only once, but for negative ones; got 3 twice."),
     ],
-)
+)  # fmt: skip
 def test_errors(arguments, message):
     a = dict(slots=None, started=None, pool=None, options=Options(), implementation=None, scale=None) | arguments
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -24,13 +24,11 @@ class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
         wrong=(
             (dict(k=spec(2, 64, 8)), "`k` must have shape [B, T, H, K]; got (2, 64, 8)."),
             (dict(beta=spec(2, 63, 4)), "`beta` must have shape [B, T, HV] = (2, 64, any); got (2, 63, 4)."),
-            (
-                dict(beta=spec(2, 64, 3)),
-                "`beta` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
-            ),
+            (dict(beta=spec(2, 64, 3)),
+             "`beta` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
             (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
         ),
-    )
+    )  # fmt: skip
 
 
 def test_strictly_lower_and_finite_where_the_decay_above_the_diagonal_overflows():
