@@ -60,7 +60,9 @@ LAYERS = {
     "lightning_attention_turned": named("lightning_attention", TURNED),
     "comba_layer": named("comba_layer", layers.CombaConfig(**SIZES)),
     "comba_layer_without_gate": named("comba_layer", layers.CombaConfig(**SIZES, output_gate=False)),
-    "gated_linear_attention": named("gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5)),
+    "gated_linear_attention": named(
+        "gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5, normalizer=9)
+    ),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
     "delta_net": named(
         "gated_delta_product",

@@ -35,7 +35,7 @@ each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 THOROUGH = dict(
     test_what_does_not_exist_is_none=lambda dtype: dtype == jnp.bfloat16,
     test_a_pool_keeps_its_type=lambda dtype, implementation: dtype == jnp.float16 or implementation == "xla",
-    test_negative_slots_have_no_gradient=lambda implementation: implementation == "xla",
+    test_gradients_reach_named_slots_and_a_traced_scale=lambda implementation: implementation == "xla",
     test_isolation=lambda implementation: implementation == "xla",
 )
 
@@ -135,23 +135,26 @@ def test_a_pool_keeps_its_type(dtype, implementation):
 
 
 @each
-def test_negative_slots_have_no_gradient(implementation):
+def test_gradients_reach_named_slots_and_a_traced_scale(implementation):
     """The gradient of the pool is that of the named states, in the type of the pool; all else is zero."""
-    x = make_inputs(2, 2, 2, HV, K, V)
+    x, pool = make_inputs(2, 2, 2, HV, K, V, per_channel=True), pool_of(4, jnp.bfloat16)
     do = np.random.default_rng(3).standard_normal(x["v"].shape)
-    pool = pool_of(4, jnp.bfloat16)
 
-    def loss(pool):
-        o, after = run(x, [2, -1], normalise=False, initial_state=pool, implementation=implementation)
+    def loss(x, pool, scale):
+        given = dict(initial_state=pool, scale=scale, implementation=implementation)
+        o, after = run(x, [2, -1], normalise=False, **given)
         return jnp.sum(o * do) + jnp.sum(after[0].astype(jnp.float32))
 
-    got = jax.grad(loss)(pool)
+    dx, dpool, dscale = jax.grad(loss, argnums=(0, 1, 2))(x, pool, jnp.float32(0.3))
     start = np.stack([np.asarray(pool[2], np.float64), np.zeros((HV, K, V))])
-    _, _, want = reference(**x, scale=0.3, initial_state=start, do=do)
-    assert got.dtype == jnp.bfloat16
-    assert_close("dpool", got[2], want["initial_state"][0], TOLERANCE["bfloat16"])
-    np.testing.assert_array_equal(got[0], jnp.ones((HV, K, V)))
-    assert not got[np.array([1, 3])].any()
+    o, _, want = reference(**x, scale=0.3, initial_state=start, do=do)
+    for name in x:
+        assert_close(f"d{name}", dx[name], want[name], GRADIENT_TOLERANCE["float32"])
+    assert_close("dscale", dscale, np.sum(o * do) / 0.3, GRADIENT_TOLERANCE["float32"])
+    assert dpool.dtype == jnp.bfloat16
+    assert_close("dpool", dpool[2], want["initial_state"][0], TOLERANCE["bfloat16"])
+    np.testing.assert_array_equal(dpool[0], jnp.ones((HV, K, V)))
+    assert not dpool[np.array([1, 3])].any()
 
 
 def test_heads_that_do_not_fit_have_launches_in_turn(monkeypatch):
@@ -182,24 +185,6 @@ def test_isolation(implementation):
         return dict(o=o, final_state=after[slots])
 
     assert_isolated(fn, x, boundaries(2, 0, 3))
-
-
-def test_gradients_reach_the_pool_and_a_traced_scale():
-    x = make_inputs(2, 2, 2, HV, K, V, per_channel=True)
-    x["initial_state"], slots = pool_of(4), np.array([3, 0])
-    do = np.random.default_rng(3).standard_normal(x["v"].shape)
-
-    def loss(x, scale):
-        return jnp.sum(run(x, slots, normalise=False, scale=scale, implementation="fused")[0] * do)
-
-    got, dscale = jax.grad(loss, argnums=(0, 1))(x, jnp.float32(0.3))
-    o, _, want = reference(**x | {"initial_state": x["initial_state"][slots]}, scale=0.3, do=do)
-    named = want["initial_state"]
-    want["initial_state"] = np.zeros(x["initial_state"].shape)
-    want["initial_state"][slots] = named
-    for name in x:
-        assert_close(f"d{name}", got[name], want[name], GRADIENT_TOLERANCE["float32"])
-    assert_close("dscale", dscale, np.sum(o * do) / 0.3, GRADIENT_TOLERANCE["float32"])
 
 
 def test_padding_may_hold_anything():
