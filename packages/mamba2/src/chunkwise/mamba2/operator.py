@@ -44,8 +44,10 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         o, state = getattr(OPERATOR, form)(weighted, options, implementation)
         o = o if skip is None else with_skip(o)
     if z is not None:
-        gate = jax.nn.silu(chunking.select_tokens(valid, jnp.asarray(z)).astype(jnp.float32))
-        o = (o.astype(jnp.float32) * gate).astype(o.dtype)
+        # Of z by head XLA would turn whole arrays around for the gradients of projections.
+        flat = lambda y: y.reshape(*y.shape[:2], -1).astype(jnp.float32)
+        gated = flat(o) * jax.nn.silu(flat(chunking.select_tokens(valid, jnp.asarray(z))))
+        o = gated.reshape(o.shape).astype(o.dtype)
     return o, state
 
 
