@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import activations, gate_activation, packed, tiles
+from chunkwise.shared.kernels import activations, gate_activation, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
 from chunkwise.shared.serving.decode.records import DecodeStatic
