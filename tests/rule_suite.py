@@ -28,6 +28,9 @@ CASES = {
     "Mamba-2": (False, None, 128, 64, jnp.bfloat16, 0, 1),
     "RWKV-7": (True, "echo", 64, 64, jnp.bfloat16, 0, 1),
     "RWKV-7, drafts in slots": (True, "echo", 128, 64, jnp.float32, 0, 2),
+    "wide, int8 ring": (True, "before decay", 192, 256, jnp.int8, 8, 2),
+    "wide": (False, "after decay", 96, 192, jnp.bfloat16, 0, 1),
+    "pairs of few values": (False, "after decay", 64, 16, jnp.float32, 0, 2),
     "nine drafts, one after the other": (True, "before decay", 24, 40, jnp.int8, 0, 9),
 }
 LIMITS = TOLERANCE | dict(int8=0.02)

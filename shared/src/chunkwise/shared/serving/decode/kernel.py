@@ -128,8 +128,7 @@ def _fold_heads(refs: DecodeRefs, s: DecodeStatic, at, some: int, channels: int,
         decay = refs.work.folded_decay[pl.ds(row, 1), :]
         # A decay that all channels share stays one number, unless scales of channels multiply it.
         decay = decay[:, :channels] if scale_in is None else decay * scale_in[(*at, pl.ds(h, 1))]
-        rows = pl.ds(row, tokens, stride=s.HV)
-        of_head = refs.work.folded_keys[rows, :], refs.work.folded_writes[rows, :]
+        of_head = [reads.load_spaced(y, row, tokens, s.HV) for y in (refs.work.folded_keys, refs.work.folded_writes)]
         found.append((h, *ring.apply_ring(before[(*at, h)], *of_head, decay, refs.buffers.ring_write.dtype)))
     # All heads are read before one is written, so that their products may overlap.
     for h, S, scales in found:
@@ -204,7 +203,7 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     written = v if steps is None else [tile.over_lanes(x, s) * y for x, y in zip(steps, v, strict=True)]
     # Decays of channels have their lanes.
     spread = s.side_by_side > 1 and gates[0].shape[1] <= s.side_by_side
-    to_lanes = lambda heads: [tile.over_lanes(x, s) for x in heads] if spread else heads
+    to_lanes = lambda heads: [tile.over_lanes(x, s, keys=s.paired) for x in heads] if spread else heads
     gates = to_lanes(gates) if s.paired else gates
     decays = [jnp.exp(tile.accumulate(x, s)) for x in gates]
     if refs.has_rings:
@@ -431,5 +430,5 @@ def _gates(refs: DecodeRefs, s: DecodeStatic) -> tuple[list[jax.Array], list[jax
         return by_head(tile.gate(g, A_log, dt_bias, s)), None
     size, each = size * s.side_by_side, s.side_by_side
     part: Callable[..., Any] = lambda x, h, size: None if x is None else x[:, h * size : (h + 1) * size]
-    rate: Callable[..., Any] = lambda h: None if A_log is None else tile.over_lanes(part(A_log, h, each), s)
+    rate: Callable[..., Any] = lambda h: None if A_log is None else tile.over_lanes(part(A_log, h, each), s, keys=True)
     return [tile.gate(part(g, h, size), rate(h), part(dt_bias, h, size), s) for h in range(s.HV)], None
