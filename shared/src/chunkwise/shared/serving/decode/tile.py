@@ -45,14 +45,11 @@ def time_steps(raw: jax.Array, dt_bias: jax.Array, s: DecodeStatic) -> jax.Array
     return steps if most == math.inf else jnp.minimum(steps, jnp.float32(most))
 
 
-def over_lanes(x: jax.Array, s: DecodeStatic, keys: bool = False) -> jax.Array:
-    """Return a number for each of the value heads that lie side by side, [n, heads], in all lanes of its head.
-
-    The lanes are those of its values, or with `keys` of its keys.
-    """
+def over_lanes(x: jax.Array, s: DecodeStatic) -> jax.Array:
+    """Return a number for each of the value heads that lie side by side, [n, heads], in all lanes of its head."""
     if x.shape[1] == 1:
         return x
-    size = (len(x), (s.K if keys else s.V) // s.side_by_side)
+    size = (len(x), s.V // s.side_by_side)
     return jnp.concatenate([jnp.broadcast_to(x[:, j : j + 1], size) for j in range(s.side_by_side)], axis=1)
 
 
@@ -161,21 +158,21 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
     return [*found, x]
 
 
-def lower_lanes(n: int, lanes: int) -> jax.Array:
-    """Return which lanes of n rows belong to the first one of two heads, bool."""
-    return lax.broadcasted_iota(jnp.int32, (n, lanes), 1) < jnp.int32(lanes // 2)
+def lower_lanes(x: jax.Array) -> jax.Array:
+    """Return which lanes of x [n, lanes] belong to the first one of two heads, bool."""
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1) < jnp.int32(x.shape[1] // 2)
 
 
 def in_halves(x: jax.Array) -> list[jax.Array]:
     """Return x [n, lanes] with zeros in the place of one of two heads, and of the other."""
-    lower, zero = lower_lanes(*x.shape), jnp.zeros_like(x)
+    lower, zero = lower_lanes(x), jnp.zeros_like(x)
     return [jnp.where(lower, x, zero), jnp.where(lower, zero, x)]
 
 
 def sum_of_head(x: jax.Array, s: DecodeStatic) -> jax.Array:
-    """Return the sum over the channels of a head, [n, 1], or of two heads in the lanes of their values, [n, V]."""
+    """Return the sum over the channels of a head, [n, 1], or of two heads in the lanes of each, [n, lanes]."""
     sums = [jnp.sum(y, axis=1, keepdims=True) for y in (in_halves(x) if s.paired else [x])]
-    return jnp.where(lower_lanes(len(x), s.V), sums[0], sums[1]) if s.paired else sums[0]
+    return jnp.where(lower_lanes(x), sums[0], sums[1]) if s.paired else sums[0]
 
 
 def read_on_matrix_unit(S: jax.Array, rows: jax.Array, s: DecodeStatic) -> jax.Array:
