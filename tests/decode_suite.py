@@ -81,8 +81,8 @@ def make(
 ):  # fmt: skip
     """Return decodes of 12 sequences, and their pools of the convolution and of states, whose slots have rings or none.
 
-    Heads have `size` channels of keys and of values. A decode has at most `tokens` tokens, and without rings a slot for
-    each of them.
+    Heads have `size` channels of keys and of values. A decode has at most `tokens` tokens. Without rings each of them
+    has a slot, so that there are more slots.
     """
     rng, T, K, V = np.random.default_rng(0), len(NAMED) * tokens, size, size
     draw = lambda *shape, kind=dtype, size=1.0: jnp.asarray(size * rng.standard_normal(shape), kind)

@@ -1,14 +1,24 @@
 """Gated DeltaProduct against its definition in float64: values, all gradients, serving steps."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+<<<<<<< HEAD
 from chunkwise.delta_product import chunk_gated_delta_product, ragged_gated_delta_product, recurrent_gated_delta_product
 from chunkwise.fused_gdn import chunk_gated_delta_rule
+=======
+from chunkwise.delta_product import (
+    chunk_gated_delta_product,
+    ragged_gated_delta_product,
+    recurrent_gated_delta_product,
+)
+from chunkwise.shared.serving import state_pool
+>>>>>>> fix
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
@@ -63,6 +73,7 @@ def test_raw_gates_of_a_step():
     composition_suite.assert_steps(raw._replace(definition=definitions.TokenRule(step)), "xla")
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
 def test_naive_function_of_flash_linear_attention(function):
     """Its recurrence restated: a decay, n steps that read what they have written, and one readout."""
@@ -80,6 +91,9 @@ def test_naive_function_of_flash_linear_attention(function):
 
 
 @pytest.mark.parametrize("form", composition_suite.FORMS)
+=======
+@pytest.mark.parametrize("form", FORMS)
+>>>>>>> fix
 def test_raw_gates(form):
     """Raw gates and step sizes are the decays and step sizes that the laws make; padding gives no gradient."""
     (fixed, states), n = composition_suite.FORMS[form], 2
@@ -98,3 +112,20 @@ def test_raw_gates(form):
     loss = lambda run: jax.jit(jax.grad(lambda x, raw: jnp.sum(jnp.sin(run(x, raw))), argnums=(0, 1)))
     found, want = loss(inside)(poison_padding(x, **fixed), raw), loss(outside)(x, raw)
     jax.tree.map(lambda y, z: assert_close("gradient", y, z, 1e-5), found, want)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(cu_seqlens=np.array([0, 3, 4]), num_decodes=2, state_indices=np.arange(4).reshape(2, 2)),
+         "`num_decodes` must count sequences of at most 2 tokens, which come first; got 2, and sequence 0 has 3."),
+        (dict(states=state_pool.make_pool(6, 2, 8, 8, replay=3, H=1), num_decodes=1, decode_tokens=2),
+         "`decode_tokens` must be at most 1, because every token takes 2 of the 3 tokens of the ring; got 2."),
+        (dict(block_size=24, block_state_indices=np.array([[2], [3]]), chunk_size=16),
+         "`block_size` must be a multiple of the chunk size 16; got 24."),
+    ],
+)  # fmt: skip
+def test_errors_of_steps(wrong, message):
+    step = dict(states=jnp.zeros((6, 2, 8, 8)), cu_seqlens=np.array([0, 2, 4]), state_indices=np.arange(2)) | wrong
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ragged_gated_delta_product(**make_product_inputs(1, 4, 1, 2, 8, 8), num_householder=2, **step)
