@@ -8,21 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-<<<<<<< HEAD
-from chunkwise.delta_product import chunk_gated_delta_product, ragged_gated_delta_product, recurrent_gated_delta_product
-from chunkwise.fused_gdn import chunk_gated_delta_rule
-=======
 from chunkwise.delta_product import (
     chunk_gated_delta_product,
     ragged_gated_delta_product,
     recurrent_gated_delta_product,
 )
+from chunkwise.fused_gdn import chunk_gated_delta_rule
 from chunkwise.shared.serving import state_pool
->>>>>>> fix
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
-from tests import composition_suite
+from tests.composition_suite import (
+    FORMS,
+    CompositionTests,
+    Kind,
+    assert_steps,
+    assert_values_and_gradients,
+    implementations,
+)
 
 THOROUGH = dict(
     test_other_numbers_of_steps=lambda n, implementation: (n, implementation) == (4, "fused"),
@@ -31,37 +34,36 @@ THOROUGH = dict(
 )
 
 
-def kind(n: int, **static) -> composition_suite.Kind:
+def kind(n: int, **static) -> Kind:
     """Return the operator of n steps a token."""
-    return composition_suite.Kind(
+    return Kind(
         chunk_gated_delta_product, recurrent_gated_delta_product, ragged_gated_delta_product,
         definitions.GATED_DELTA_PRODUCT, functools.partial(make_product_inputs, n=n), ("g", "beta"),
         dict(num_householder=n) | static,
     )  # fmt: skip
 
 
-class TestDeltaProduct(composition_suite.CompositionTests):
+class TestDeltaProduct(CompositionTests):
     kind, raw = kind(2), kind(2, use_qk_l2norm_in_kernel=True)
 
 
-@pytest.mark.parametrize(("n", "implementation"), [(3, "xla"), (3, "fused"), (4, "fused")])
+@pytest.mark.parametrize(("n", "implementation"), [(1, "xla"), (3, "xla"), (3, "fused"), (4, "fused")])
 def test_other_numbers_of_steps(n, implementation):
     """One key for all tokens, and step sizes near 2, are the worst case. No chunk has a whole number of 3 tokens."""
     of_32 = kind(n, chunk_size=32)
-    composition_suite.assert_values_and_gradients(
-        of_32, "chunk", "sequences", implementation, repeat_key=True, beta=1.9
-    )
+    assert_values_and_gradients(of_32, "chunk", "sequences", implementation, repeat_key=True, beta=1.9)
 
 
 def test_one_step():
+    """It is the gated delta rule. Rows of bfloat16, of which a register holds two, are of one kind of token."""
     x = make_product_inputs(1, 20, 1, 1, 8, 8, n=1, dtype=jnp.bfloat16)
     o = chunk_gated_delta_product(**x, num_householder=1, implementation="fused")[0]
     np.testing.assert_array_equal(o, chunk_gated_delta_rule(**x, implementation="fused")[0])
 
 
-@composition_suite.implementations
+@implementations
 def test_four_steps(implementation):
-    composition_suite.assert_steps(kind(4), implementation)
+    assert_steps(kind(4), implementation)
 
 
 def test_raw_gates_of_a_step():
@@ -70,33 +72,13 @@ def test_raw_gates_of_a_step():
         S, token | dict(g=-jax.nn.softplus(token["g"])), scale
     )
     raw = kind(2, use_gate_in_kernel=True, A_log=jnp.zeros(2))
-    composition_suite.assert_steps(raw._replace(definition=definitions.TokenRule(step)), "xla")
+    assert_steps(raw._replace(definition=definitions.TokenRule(step)), "xla")
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
-def test_naive_function_of_flash_linear_attention(function):
-    """Its recurrence restated: a decay, n steps that read what they have written, and one readout."""
-    n, x = 2, make_product_inputs(1, 20, 2, 2, 8, 12, num_states=1)
-    q, k, v, g, beta = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "g", "beta"))
-    h, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
-    for i in range(len(q)):
-        h = h * np.exp(g[i])[:, None, None]
-        for j in range(i * n, i * n + n):
-            h = h + ((v[j] - (h * k[j][..., None]).sum(-2)) * beta[j][:, None])[:, None] * k[j][..., None]
-        want[i] = (h * q[i][..., None]).sum(-2) * 8**-0.5
-    o, state = function(**x, num_householder=n, output_final_state=True)
-    assert_close("o", o[0], want, 1e-5)
-    assert_close("final_state", state[0], h, 1e-5)
-
-
-@pytest.mark.parametrize("form", composition_suite.FORMS)
-=======
 @pytest.mark.parametrize("form", FORMS)
->>>>>>> fix
 def test_raw_gates(form):
     """Raw gates and step sizes are the decays and step sizes that the laws make; padding gives no gradient."""
-    (fixed, states), n = composition_suite.FORMS[form], 2
+    (fixed, states), n = FORMS[form], 2
     x = make_product_inputs(1, 44, 1, 2, 8, 8, n=n, num_states=states, normalise=True)
     raw = dict(A_log=jnp.array([0.5, -1.0]), dt_bias=jnp.array([-1.0, 0.5]))
     call = functools.partial(chunk_gated_delta_product, num_householder=n, chunk_size=16, **fixed)
