@@ -13,6 +13,7 @@ from chunkwise.delta_product import (
     ragged_gated_delta_product,
     recurrent_gated_delta_product,
 )
+from chunkwise.fused_gdn import chunk_gated_delta_rule
 from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
@@ -51,6 +52,13 @@ def test_other_numbers_of_steps(n, implementation):
     """One key for all tokens, and step sizes near 2, are the worst case. No chunk has a whole number of 3 tokens."""
     of_32 = kind(n, chunk_size=32)
     assert_values_and_gradients(of_32, "chunk", "sequences", implementation, repeat_key=True, beta=1.9)
+
+
+def test_one_step():
+    """It is the gated delta rule. Rows of bfloat16, of which a register holds two, are of one kind of token."""
+    x = make_product_inputs(1, 20, 1, 1, 8, 8, n=1, dtype=jnp.bfloat16)
+    o = chunk_gated_delta_product(**x, num_householder=1, implementation="fused")[0]
+    np.testing.assert_array_equal(o, chunk_gated_delta_rule(**x, implementation="fused")[0])
 
 
 @implementations

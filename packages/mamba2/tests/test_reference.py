@@ -80,14 +80,14 @@ def test_limits_of_steps(limit):
 
 @pytest.mark.parametrize("implementation", ["xla", "fused"])
 def test_a_serving_step(implementation):
-    """Two decodes and a prefill over one pool, with NaN in the padding."""
+    """Two decodes and a prefill over one pool, with NaN in the padding; the last row of the table is of no sequence."""
     x, pool, cu = make(T=9), jnp.ones((4, HV, K, V)), boundaries(1, 1, 7)
     padded = {n: jnp.pad(y, [(0, 0), (0, 2)] + [(0, 0)] * (y.ndim - 2), constant_values=jnp.nan) if y.ndim > 2 else y
               for n, y in x.items()}  # fmt: skip
     slots = jnp.asarray([2, 0, 3], jnp.int32)
     o, after = ragged_mamba2(
-        **padded, states=pool, cu_seqlens=cu, state_indices=slots, num_decodes=2, dt_softplus=True,
-        implementation=implementation,
+        **padded, states=pool, cu_seqlens=jnp.append(cu, 99), state_indices=jnp.append(slots, 1), num_decodes=2,
+        num_sequences=3, dt_softplus=True, implementation=implementation,
     )  # fmt: skip
     want, last, _ = definition(initial_state=pool[slots], cu_seqlens=cu, **x)
     assert_close("o", o[:, :9], want, 1e-5)
