@@ -109,7 +109,8 @@ def tpu_whole_mixers() -> str:
 
     shares = lambda row: "/".join(f"{100 * cycles / sum(parts(row)):.0f}" for cycles in parts(row))
     columns = {
-        "mixer": lambda row: names[row["case"]], "pass": tables.way,
+        "mixer": lambda row: names[row["case"]],
+        "pass": lambda row: "forward" if row["pass"] == "forward" else "both",
         "cycles, at least": lambda row: tables.whole(sum(parts(row))),
         "products/kernels/copies/others, %": shares,
         "temporaries, MiB": tables.memory("temporaries_mib"),
