@@ -105,9 +105,9 @@ def _mix(
         gates = [cap * jnp.tanh(y / cap) for y in gates]
     o, state = run.operate(_OPERATORS, q, k, v, *gates, eps=config.divisor_eps)
     # A layer norm is the RMSNorm of what is left without the mean.
-    centred = o.astype(jnp.float32) - jnp.mean(o.astype(jnp.float32), axis=-1, keepdims=True)
+    centred = norm.centre_heads(run, o.reshape(z.shape), config.HV).astype(o.dtype)
     y = norm.norm_groups(
-        run, centred.astype(o.dtype), z, w.norm, config.HV, activation="sigmoid", norm_before_gate=True, eps=config.eps
+        run, centred.reshape(o.shape), z, w.norm, config.HV, activation="sigmoid", norm_before_gate=True, eps=config.eps
     )
     return running.project_out(y, w.out, x), caches.Cache((), state)
 

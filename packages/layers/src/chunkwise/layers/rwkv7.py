@@ -193,8 +193,10 @@ def _mix(
     before, shifted = running.shift(run, x)
     wide = lambda y: y.astype(jnp.float32)
     added = lambda y, bias: wide(y) + wide(bias)[None, None]
-    step = wide(before) - wide(x)
-    x_r, x_w, x_k, x_v, x_a, x_g = ((wide(x) + step * mix[None, None]).astype(x.dtype) for mix in wide(w.mix))
+    # The gradients of the mixtures are added in float32.
+    now = wide(x)
+    step = wide(before) - now
+    x_r, x_w, x_k, x_v, x_a, x_g = ((now + step * mix[None, None]).astype(x.dtype) for mix in wide(w.mix))
     r, k, v = (running.project(y, weight) for y, weight in ((x_r, w.r), (x_k, w.k), (x_v, w.v)))
     low, up = zip(w.decay, w.rate, w.gate, strict=True)
     low = [running.project(y, factor) for y, factor in zip((x_w, x_a, x_g), low, strict=True)]

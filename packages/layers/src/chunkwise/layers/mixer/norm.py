@@ -91,9 +91,15 @@ def sum_heads(run: running.Run, y, heads: int, channels: int | None = None) -> j
     return sums.reshape(*y.shape[:2], -1)
 
 
+def centre_heads(run: running.Run, o, heads: int) -> jax.Array:
+    """Return o [B, T, HV V] without the mean of every head, in float32."""
+    y = o.astype(jnp.float32)
+    return y - sum_heads(run, y, heads) * (heads / y.shape[2])
+
+
 def layer_norm_heads(run: running.Run, o, weight, bias, heads: int, eps: float) -> jax.Array:
     """Return the layer norm of every head of o [B, T, HV V] in float32, with weights and biases [HV V]."""
     mean = lambda y: sum_heads(run, y, heads) * (heads / y.shape[2])
     channels = lambda y: y.astype(jnp.float32)[None, None]
-    centred = o.astype(jnp.float32) - mean(o.astype(jnp.float32))
+    centred = centre_heads(run, o, heads)
     return centred * jax.lax.rsqrt(mean(centred * centred) + eps) * channels(weight) + channels(bias)
