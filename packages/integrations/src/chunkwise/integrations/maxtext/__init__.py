@@ -1,7 +1,5 @@
 """The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
 
-import collections
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from chunkwise.integrations.maxtext.called import CALLS, must_call
 from chunkwise.integrations.maxtext.weights import load_qwen3_next, save_qwen3_next
 from chunkwise.integrations.replacing import Place, PutBack, replace
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.call import checks
 
 __all__ = ["install", "jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
-# How often the functions that MaxText gets have called our operators, for `must_call`.
-_CALLS = collections.Counter()
 
 
 def install(documents: bool = False) -> PutBack:
@@ -43,26 +39,6 @@ def install(documents: bool = False) -> PutBack:
         Place(qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
         Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", call),
     )
-
-
-def must_call(theirs: Callable) -> Callable:
-    """Return the call of MaxText's layer, which raises an error if it passes by our functions.
-
-    Under vLLM, which gives metadata of its attention, the layer calls tpu-inference instead.
-    """
-    if theirs.__module__.startswith("chunkwise."):
-        return theirs
-
-    @functools.wraps(theirs)
-    def call(*arguments: Any, **options: Any) -> Any:
-        before = _CALLS.total()
-        result = theirs(*arguments, **options)
-        called = _CALLS.total() > before or options.get("attention_metadata") is not None
-        checks.check(called, "MaxText's layer must call chunkwise; got another way, as by `use_gdn_kernel`.")
-        return result
-
-    call.__module__ = __name__
-    return call
 
 
 def jax_chunk_gated_delta_rule(
@@ -119,6 +95,6 @@ def jax_ar_gated_delta_rule(
 
 def _run(operator: Callable, dtype: DTypeLike, q, k, v, g, beta, **options: Any) -> tuple[jax.Array, Any]:
     """Return the output of an operator, in the type of queries, and its state."""
-    _CALLS[operator] += 1
+    CALLS[operator] += 1
     o, state = operator(*(x.astype(dtype) for x in (q, k, v)), g, beta.astype(dtype), **options)
     return o.astype(q.dtype), state

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from maxtext.models import qwen3
 from maxtext.utils import sharding
 
-from chunkwise.integrations.maxtext import must_call
+from chunkwise.integrations.maxtext.called import must_call
 from chunkwise.integrations.maxtext.weights import load_qwen3_next
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
 from chunkwise.shared.call import checks
