@@ -15,14 +15,13 @@ from rich.console import Console
 
 from benchmarks import (
     accuracy,
+    cases,
     decode_mixer,
     figures,
     gpu,
     gpu_compiler,
     jaxbench,
-    operators,
     peers,
-    plots,
     production,
     scale,
     shipped,
@@ -31,8 +30,7 @@ from benchmarks import (
     tpu,
     tpu_peers,
 )
-from benchmarks.cases import CASES, COMPOSED
-from benchmarks.whole import WHOLE
+from benchmarks.cases import CASES, COMPOSED, WHOLE
 from chunkwise import pipeline
 from chunkwise.command import info
 from chunkwise.command.models import Layer
@@ -118,10 +116,10 @@ def add_cases(parser: argparse.ArgumentParser, cases: dict[str, Layer]) -> None:
 def shapes(options: argparse.Namespace) -> Iterator[tuple]:
     """Yield (name, case, T, label) of the cases asked for."""
     for name in options.case or ["gdn-16"]:
-        case = (CASES | COMPOSED | WHOLE)[name]
-        for T in options.tokens or [case.T]:
+        layer = cases.case(name)
+        for T in options.tokens or [layer.T]:
             label = {"case": name, "T": T, "pass": "forward+backward" if options.backward else "forward"}
-            yield name, case, T, label
+            yield name, layer, T, label
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple]:
@@ -132,7 +130,7 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple]:
     if options.command == "time":
         more = jnp.dtype(options.dtype), options.implementation or default, options.backward, options.repeats
         for name, case, T, label in shapes(options):
-            run = several(operators.measure, case, T, *more, options.devices, options.beside)
+            run = several(peers.measure, case, T, *more, options.devices, options.beside)
             yield f"{name}, T = {T}", label | {"dtype": options.dtype, "devices": options.devices}, run
     elif options.command == "tpu":
         implementations = options.implementation or ["fused", *tpu_peers.installed()]
@@ -223,7 +221,7 @@ def main(arguments=None) -> int:
     if options.command == "pages":
         return figures.main(options.write) | shipped.main(options.write)
     if options.command == "plot":
-        plots.draw(json.loads(options.result.read_text())["rows"], options.output)
+        accuracy.draw(json.loads(options.result.read_text())["rows"], options.output)
         return 0
     if options.command == "gpu":
         gpu_compiler.setup()

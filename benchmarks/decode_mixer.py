@@ -12,13 +12,11 @@ import jax.numpy as jnp
 
 from benchmarks import step, tpu
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
-from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes
 from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2, rwkv7
 from chunkwise.layers.checkpoint.parameters import Initial
 from chunkwise.layers.mixer import running
 from chunkwise.pipeline.operators import COMPOSED
-from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from chunkwise.shared.testing.tpu import launches
 
@@ -98,7 +96,7 @@ def compile_mixer(
     compiler.setup(flags)
     layer, config = _layer(case)
     weights = jax.eval_shape(lambda key: layer.init(Initial(key, jnp.bfloat16), config), jax.random.key(0))
-    letters = layer.weights(**layer.split(config))
+    letters = layer.split(config)
     # Projections to heads, of which the tokens are given.
     projects = jax.tree.map(lambda of, y: of[0] == "." != of[-1] and y.ndim > 1, letters, weights)
     tokens = lambda projects, y: jax.ShapeDtypeStruct((1, mixture.T, y.shape[1]), jnp.bfloat16) if projects else y
@@ -167,10 +165,8 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     config = _layer(case)[1]
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (config.W - 1) * sum(config.channels) * 2 + mixture.W * 2 * case.HV * case.V)
-    clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
-    floor = round((moved_bytes(case, mixture)[0] + more) / bandwidth * clock / 1e3)
+    floor = step.cycles_to_move(moved_bytes(case, mixture)[0] + more, chip)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
-    time = times.device_ms(CHIPS[chip], [times.Launch(bundles, steps, floor / clock / 1e6)], around)
     if chip == "v6e" and "count" in (found := count("count_around(*of, rows=False)")):
         row["around_in_default_layout"] = found["count"]
-    return row | {"cycles": max(bundles, floor) + around, "estimate_ms": time}
+    return row | {"cycles": max(bundles, floor) + around, "estimate_ms": step.step_ms(row, chip)}

@@ -6,14 +6,14 @@ assembler. Call `setup()` before the first computation of the process.
 
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+from benchmarks import hlo
 
 # The data about a GPU that XLA would ask the GPU for.
 H100 = """
@@ -82,18 +82,6 @@ def compile_for(fn, *specs, device: str = H100, donate_argnums: tuple[int, ...] 
     return placed.trace(*specs).lower().compile()
 
 
-class Operation(NamedTuple):
-    """An operation of a compiled program: its kind, and the text of its operands and attributes."""
-
-    kind: str
-    rest: str
-
-    def names(self, attribute: str) -> list[str]:
-        """Return the computations that an attribute of this name lists."""
-        found = re.search(rf"\b{attribute}=(?:\{{([^}}]*)\}}|([^\s,}})]+))", self.rest)
-        return [name.strip().lstrip("%") for name in (found[1] or found[2]).split(",")] if found else []
-
-
 def count_launches(text: str, branches: Sequence[int] = ()) -> int:
     """Return how many operations a compiled program launches when it runs, from its text.
 
@@ -101,39 +89,21 @@ def count_launches(text: str, branches: Sequence[int] = ()) -> int:
       text: the text of the program; a loop counts once for every iteration, and the text must say how many there are.
       branches: the branches that the program's conditions take, in order.
     """
-    computations, entry = _computations(text)
+    computations, entry = hlo.computations(text)
     taken = iter(branches)
 
     def of(name: str) -> int:
         return sum(map(launches, computations[name]))
 
-    def launches(operation: Operation) -> int:
+    def launches(operation: hlo.Operation) -> int:
         if operation.kind == "while":
-            turns = re.search(r'known_trip_count"?:\{"?n"?:"(\d+)"', operation.rest)
-            if not turns:
+            if operation.turns is None:
                 raise ValueError("The text must say how often its loops turn; one does not.")
-            return int(turns[1]) * of(*operation.names("body"))
+            return operation.turns * of(*operation.names("body"))
         if operation.kind == "call":
             return of(*operation.names("to_apply"))
         if operation.kind == "conditional":
-            listed = operation.names("branch_computations")
-            # In an operation with two branches the text lists the true one first.
-            listed = listed or operation.names("false_computation") + operation.names("true_computation")
-            return of(listed[next(taken)])
+            return of(operation.branches[next(taken)])
         return int(operation.kind not in _NO_LAUNCH and not operation.kind.endswith("-done"))
 
     return of(entry)
-
-
-def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
-    """Return the operations of all computations by name, and the name of the first one that runs."""
-    found: dict[str, list[Operation]] = {}
-    current, entry = "", ""
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            current = head[2]
-            entry = current if head[1] else entry
-            found[current] = []
-        elif operation := re.match(r"\s+(?:ROOT )?%?[\w.\-#]+ = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
-            found[current].append(Operation(operation[1], operation[2]))
-    return found, entry

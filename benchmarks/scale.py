@@ -6,15 +6,15 @@ and its time are the compiler's static estimate for one device, without the time
 
 import collections
 import dataclasses
-import tempfile
-import time
+
+import jax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import tpu
 from benchmarks.turns import turns_of
-from chunkwise.command import times
 from chunkwise.command.models import Layer
-from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.testing.tpu import launches, topology_mesh
+from chunkwise.shared.testing import tpu as compiler
 from tests.compiled import COLLECTIVE, traffic
 
 MIB = 2**20
@@ -22,7 +22,7 @@ MIB = 2**20
 
 def _mesh(topology: str, divided: bool):
     """Return a mesh of all devices of a topology along "x", or of one."""
-    return topology_mesh(topology, "x", None if divided else 1)
+    return compiler.topology_mesh(topology, "x", None if divided else 1)
 
 
 def estimate(case: Layer, implementation: str, topology: str, T: int, backward: bool, divided: bool) -> dict:
@@ -30,42 +30,27 @@ def estimate(case: Layer, implementation: str, topology: str, T: int, backward: 
 
     Call this in a fresh process only. It returns the compiler's figures for one device.
     """
-    with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
-        start = time.perf_counter()
-        traced, mesh = trace(case, implementation, topology, T, backward, divided, tpu.dump_flags(folder))
-        program = traced.lower().compile()
-        compile_s, text = time.perf_counter() - start, program.as_text()
-        # Launches before the first collective make the map of a device.
-        before, chip = COLLECTIVE.search(text), CHIPS[topology.split(":")[0]]
-        earlier = launches(text[: text.rfind("\n", 0, before.start())]) if before else []
-        # The gradient of what a device keeps may begin before the first collective, too.
-        summaries = [name for name in earlier if "_summary_" in name]
-        moved, around = tpu.launch_bytes(text), tpu.operations(text)
-        counted = tpu.counts(folder, set(moved), turns_of(dataclasses.replace(case, T=T)))
-        found = tpu.timed(counted, moved, lambda n: n / chip.bandwidth_tb_s / 1e9)
-        return {
-            "kernels": len(moved),
-            "summary_bundles": (found and sum(found[name].bundles for name in summaries)) or None,
-            "bundles": found and sum(x.bundles for x in found.values()),
-            "grid_steps": found and sum(x.grid_steps for x in found.values()),
-            "around_cycles": around,
-            "estimate_ms": found and times.device_ms(chip, found.values(), around),
-            **_sent(text, mesh.size),
-            **_memory(program),
-            "compile_s": compile_s,
-            "traced": tpu.digest(traced),
-        }
+    trace_it = lambda: trace(case, implementation, topology, T, backward, divided)
+    turns = turns_of(dataclasses.replace(case, T=T))
+    program, row = tpu.read(trace_it, topology.split(":")[0], turns=turns)
+    text, found = program.as_text(), row["launches"]
+    # Launches before the first collective make the map of a device. The gradient of what a device keeps may begin
+    # before it, too.
+    before = COLLECTIVE.search(text)
+    earlier = compiler.launches(text[: text.rfind("\n", 0, before.start())]) if before else []
+    summaries = [name for name in earlier if "_summary_" in name]
+    return {
+        "kernels": len(compiler.launches(text)),
+        "summary_bundles": (found and sum(found[name].bundles for name in summaries)) or None,
+        **{name: row[name] for name in ("bundles", "grid_steps", "around_cycles", "estimate_ms")},
+        **_sent(text, _mesh(topology, divided).size),
+        **_memory(program),
+        **{name: row[name] for name in ("compile_s", "traced")},
+    }
 
 
-def trace(case, implementation, topology, T, backward, divided, flags: str = ""):
-    """Return the traced program of `estimate`, and its mesh."""
-    from chunkwise.shared.testing import tpu as compiler
-
-    compiler.setup(flags)
-    import jax
-    from jax.experimental.layout import Format, Layout
-    from jax.sharding import NamedSharding, PartitionSpec
-
+def trace(case, implementation, topology, T, backward, divided):
+    """Return the traced program of `estimate`."""
     mesh = _mesh(topology, divided)
     tokens = NamedSharding(mesh, PartitionSpec(None, "x"))
     # The output is returned, too, as for a loss: gradients alone may not need it if the map has kept the inverses.
@@ -74,7 +59,7 @@ def trace(case, implementation, topology, T, backward, divided, flags: str = "")
     # The layout is left to the compiler, as inside of a larger program.
     places = Format(Layout.AUTO, tokens)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs), mesh
+        return jax.jit(fn, in_shardings=places, out_shardings=places).trace(*specs)
 
 
 def _sent(text: str, devices: int) -> dict:
@@ -100,8 +85,6 @@ def _memory(program) -> dict:
 
 def count(topology: str) -> dict:
     """Return how many devices a topology has; call in a fresh process only."""
-    from chunkwise.shared.testing import tpu as compiler
-
     compiler.setup()
     return {"devices": _mesh(topology, True).size}
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import scale, step, tpu
-from benchmarks.cases import CASES, COMPOSED
+from benchmarks import cases, scale, step, tpu
 from benchmarks.tpu_peers import PEERS
-from benchmarks.whole import WHOLE
 from chunkwise.shared.testing import tpu as compiler
 
 DATA = Path(__file__).parents[1] / "docs/data"
@@ -20,13 +18,13 @@ DATA = Path(__file__).parents[1] / "docs/data"
 
 def trace(command: str, row: dict):
     """Return the program of a row, traced for its chip as it was for the estimate."""
-    case, backward = (CASES | COMPOSED | WHOLE)[row["case"]], row.get("pass") == "forward+backward"
+    compiler.setup()
+    case, backward = cases.case(row["case"]), row.get("pass") == "forward+backward"
     if command == "step":
         return step.trace_step(case, step.MIXTURES[row["mixture"]], row["chip"])
     if command == "scale":
         where = row["topology"], row["tokens_each"], backward, row["devices"] > 1
-        return scale.trace(case, row["implementation"], *where)[0]
-    compiler.setup()
+        return scale.trace(case, row["implementation"], *where)
     with tpu.building(case, row["implementation"], row["T"], backward) as build:
         fn, specs = build()
         return compiler.trace_for(fn, *specs, chip=row["chip"], auto_layout=True)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from benchmarks import timing, tpu, turns
+from benchmarks import hlo, timing, tpu, turns
 from benchmarks.regions import Loop, kernel_bundles, kernel_text, read_loop
 from chunkwise.command import times
 from chunkwise.command.models import Layer, Mixture, moved_bytes, serving_step
@@ -157,16 +157,13 @@ def prefill_runs(case: Layer, mixture: Mixture, C: int) -> tuple[int, list[int]]
     at = lambda n: Piece(table, n, block)
     if case.table.delta:
         second = turns.second_path(case, C, chunks)
-        number, regions = turns.delta_rule_runs(at, table.shape[1], block, "fwd", True, second, stages)
+        number, regions = turns.delta_rule_runs(at, table.shape[1], block, second, stages)
         steps = at(turns.passing(table.shape[1], stages)[-1])
     else:
         number, steps = table.shape[1], at(np.s_[:])
-        regions = turns.gla_runs(steps, block, C, "fwd", True)[1:]
+        regions = turns.gla_runs(steps, block, C, "fwd")[1:]
     runs = steps.first, at(0).sequence == at(0).target, *regions, steps.last
     return number, [int(np.sum(x)) for x in runs]
-
-
-_OPERATION = re.compile(r"\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>.+?) (?P<kind>[a-z][a-z0-9-]*)\(")
 
 
 def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int:
@@ -176,41 +173,26 @@ def branch_cycles(text: str, cycles: Mapping[str, int], wanted: set[str]) -> int
     one. Of operations with the same code the compiler profiles only one, so an operation without a profile counts as
     one with the same name and type.
     """
-    parts: dict[str, list[str]] = {}
-    entry, lines = "", []
-    for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            lines = parts.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        else:
-            lines.append(line)
-    kernels = set(launches(text))
+    parts, entry = hlo.computations(text)
+    kernels, everything = set(launches(text)), [x for part in parts.values() for x in part]
+    alike = {(x.name.split(".")[0], x.result): cycles[x.name] for x in everything if x.name in cycles}
 
     def found(part: str) -> set[str]:
-        here = {name for line in parts[part] for name in re.findall(r"^\s*(?:ROOT )?%?(\S+) = ", line)} & kernels
-        return here.union(*(found(x) for line in parts[part] for x in tpu.conditional_branches(line)))
+        here = {x.name for x in parts[part]} & kernels
+        return here.union(*(found(branch) for x in parts[part] for branch in x.branches))
 
-    alike = {}
-    for line in text.splitlines():
-        if (operation := _OPERATION.match(line)) and operation["name"] in cycles:
-            alike[operation["name"].split(".")[0], operation["result"]] = cycles[operation["name"]]
+    def count(x: hlo.Operation) -> int:
+        if x.name in kernels:
+            return 0
+        if x.kind in ("while", "call"):
+            raise ValueError(f"The step has an operation whose parts are not counted: {x.name}.")
+        if x.kind == "conditional":
+            chosen = [y for y in x.branches if found(y) & wanted] or [y for y in x.branches if not found(y)]
+            return max(map(total, chosen or x.branches))
+        return cycles.get(x.name, alike.get((x.name.split(".")[0], x.result), 0))
 
     def total(part: str) -> int:
-        n = 0
-        for line in parts[part]:
-            operation = _OPERATION.match(line)
-            if not operation or operation["name"] in kernels:
-                continue
-            if operation["kind"] in ("while", "call"):
-                raise ValueError(f"The step has an operation whose parts are not counted: {operation['name']}.")
-            if operation["kind"] == "conditional":
-                some = tpu.conditional_branches(line)
-                chosen = [x for x in some if found(x) & wanted] or [x for x in some if not found(x)] or some
-                n += max(total(x) for x in chosen)
-            else:
-                same = alike.get((operation["name"].split(".")[0], operation["result"]), 0)
-                n += cycles.get(operation["name"], same)
-        return n
+        return sum(map(count, parts[part]))
 
     return total(entry)
 
@@ -343,8 +325,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
             return counts
     (of_kernels, digest), around = counts.pop("count_kernels"), counts.pop("count_around", None)
     decode, prefill = of_kernels.values()
-    clock, bandwidth = CHIPS[chip].clock_ghz, CHIPS[chip].bandwidth_tb_s
-    floors = [round(n / bandwidth * clock / 1e3) for n in moved_bytes(case, mixture)]
+    floors = [cycles_to_move(n, chip) for n in moved_bytes(case, mixture)]
     steps = grid_steps(case, mixture)
     row = {
         "decode_bundles": decode or None,
@@ -361,6 +342,11 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     cycles = max(decode, floors[0]) + max(prefill, floors[1]) + around
     row |= {"cycles": cycles, "to_floor": cycles / sum(floors)}
     return row | {"estimate_ms": step_ms(row, chip)}
+
+
+def cycles_to_move(moved: int, chip: str) -> int:
+    """Return the cycles that the memory of a chip takes for so many bytes."""
+    return round(moved / CHIPS[chip].bandwidth_tb_s * CHIPS[chip].clock_ghz / 1e3)
 
 
 def step_ms(row: dict, chip: str) -> float:

@@ -17,14 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import regions, tpu_peers
-from benchmarks.cases import Composed
+from benchmarks import hlo, regions, tpu_peers
+from benchmarks.cases import Composed, Whole
 from benchmarks.turns import Turns, turns_of
-from benchmarks.whole import Whole
 from chunkwise.command import times
 from chunkwise.command.models import Layer
 from chunkwise.command.models import program as ours
@@ -65,59 +65,33 @@ _MOVES |= {"dynamic-slice", "dynamic-update-slice", "get-tuple-element", "pad", 
 _MOVES |= {"slice", "transpose", "tuple"}
 
 
-def operations(text: str) -> int:
+def operations(text: str) -> collections.Counter:
     """Return the cycles that the compiler expects of a program's operations, without kernels, from its compiled text.
 
-    A loop counts for the iterations that the text tells, or once if it tells none; of a condition the most expensive
-    branch counts.
+    They are by kind: "products", fusions with a product of matrices; "copies", which only move or convert numbers; and
+    "others". A loop counts for the iterations that the text tells, or once if it tells none; of a condition the most
+    expensive branch counts.
     """
-    return operations_by_kind(text).total()
+    parts, entry = hlo.computations(text)
 
-
-def operations_by_kind(text: str) -> collections.Counter:
-    """Return `operations` by their kind.
-
-    Kinds are "products", fusions with a product of matrices; "copies", which only move or convert numbers; and
-    "others".
-    """
-    parts = dict(re.findall(r"\n(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", f"\n{text}", re.DOTALL))
-    entry = re.search(r"\nENTRY %?([\w.\-]+) ", f"\n{text}")
-    assert entry is not None
-
-    def kind(line: str) -> str:
-        called = re.search(r" fusion\(.*calls=%?([\w.\-]+)", line)
-        inside = [kind(x) for x in parts[called[1]].splitlines()] if called and called[1] in parts else []
-        if inside:
-            return "products" if "products" in inside else "others" if "others" in inside else "copies"
-        operation = re.search(r"[\])}] ([a-z][\w\-]*)\(", line)
-        if operation is None or operation[1] in _MOVES:
-            return "copies"
-        return "products" if operation[1] in ("convolution", "dot") else "others"
+    def kind(x: hlo.Operation) -> str:
+        called = x.names("calls") if x.kind == "fusion" else ()
+        if inside := {kind(y) for name in called for y in parts.get(name, ())}:
+            return next(name for name in ("products", "others", "copies") if name in inside)
+        return "copies" if x.kind in _MOVES else "products" if x.kind in ("convolution", "dot") else "others"
 
     def total(part: str) -> collections.Counter:
         cycles = collections.Counter()
-        for line in parts[part].splitlines():
-            if told := re.findall(r'"estimated_cycles":"(\d+)"', line):
-                cycles[kind(line)] += sum(map(int, told))
-            if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
-                turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                for _ in range(int(turns[1]) if turns else 1):
-                    cycles += total(body[1])
-            cycles += max(
-                map(total, conditional_branches(line)), key=lambda x: x.total(), default=collections.Counter()
-            )
+        for x in parts[part]:
+            if told := re.findall(r'"estimated_cycles":"(\d+)"', x.rest):
+                cycles[kind(x)] += sum(map(int, told))
+            for body in x.names("body") if x.kind == "while" else ():
+                for _ in range(x.turns or 1):
+                    cycles += total(body)
+            cycles += max(map(total, x.branches), key=lambda x: x.total(), default=collections.Counter())
         return cycles
 
-    return total(entry[1])
-
-
-def conditional_branches(line: str) -> list[str]:
-    """Return the names of the branches of a condition, from its line in a program's text; none for another line."""
-    if " conditional(" not in line:
-        return []
-    listed = re.search(r"branch_computations=\{([^}]*)\}", line)
-    named = listed[1] if listed else ",".join(re.findall(r"(?:true|false)_computation=(%?[\w.\-]+)", line))
-    return [name.strip().lstrip("%") for name in named.split(",")]
+    return total(entry)
 
 
 def launch_bytes(text: str) -> dict[str, int]:
@@ -125,8 +99,7 @@ def launch_bytes(text: str) -> dict[str, int]:
 
     An array that lies in the fast memory (a layout with `S(1)`) is not counted.
     """
-    line = r"^\s*(?:ROOT )?%?(\S+) = (.*?) [\w\-]+\((.*)"
-    found = {name: (shape, rest) for name, shape, rest in re.findall(line, text, re.MULTILINE)}
+    found = {x.name: x for part in hlo.computations(text)[0].values() for x in part}
 
     def size(shape: str) -> int:
         bits = 0
@@ -135,9 +108,9 @@ def launch_bytes(text: str) -> dict[str, int]:
             bits += 0 if "S(" in layout else width * math.prod(int(n) for n in sizes.split(",") if n)
         return bits // 8
 
-    read = lambda rest: re.findall(r"%([\w.\-]+)", rest.partition("), custom_call_target")[0])
-    shapes = lambda name: [found[name][0], *(found[x][0] for x in read(found[name][1]))]
-    return {name: sum(map(size, shapes(name))) for name in launches(text)}
+    read = lambda x: re.findall(r"%([\w.\-]+)", x.rest.partition("), custom_call_target")[0])
+    results = lambda x: [x.result, *(found[name].result for name in read(x))]
+    return {name: sum(map(size, results(found[name]))) for name in launches(text)}
 
 
 def counts(folder: str, kernels: set[str], turns: Turns | None = None) -> dict[str, tuple[int, int]]:
@@ -205,37 +178,42 @@ def figures(
     build: Callable[[], tuple], chip: str, floor_ms: float, turns: Turns | None = None,
     auto_layout: bool = True,
 ) -> dict:  # fmt: skip
-    """Compile the function and shapes that `build` returns, and read the compiler's dumps; in a fresh process only.
+    """Compile the function and shapes that `build` returns, and return the figures; in a fresh process only.
 
-    `turns` is the argument of `bundles`. Without `auto_layout`, inputs and outputs have JAX's default layout.
+    `turns` is the argument of `counts`. Without `auto_layout`, inputs and outputs have JAX's default layout.
     """
+
+    def trace():
+        fn, specs = build()
+        return compiler.trace_for(fn, *specs, chip=chip, auto_layout=auto_layout)
+
+    return read(trace, chip, floor_ms, turns)[1]
+
+
+def read(trace: Callable[[], Any], chip: str, floor_ms: float = 0.0, turns: Turns | None = None) -> tuple[Any, dict]:
+    """Return the program that is compiled from a traced one, and its figures in the compiler's dumps."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:  # dumps take gigabytes
         compiler.setup(dump_flags(folder))
-        fn, specs = build()
-        start = time.perf_counter()
-        traced = compiler.trace_for(fn, *specs, chip=chip, auto_layout=auto_layout)
+        traced, start = trace(), time.perf_counter()
         program = traced.lower().compile()
-        compile_s = time.perf_counter() - start
-        text = program.as_text()
-        moved = launch_bytes(text)
+        compile_s, text = time.perf_counter() - start, program.as_text()
+        moved, kinds = launch_bytes(text), operations(text)
         counted = counts(folder, set(moved), turns)
-        kinds = operations_by_kind(text)
-        floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
-        found, cycles_of = timed(counted, moved, floor), lambda n: round(floor(n) * CHIPS[chip].clock_ghz * 1e6)
-        least = [max(counted.get(name, (0,))[0], cycles_of(n)) for name, n in moved.items()]
-        return {
-            "around_cycles": kinds.total(),
-            "operations": kinds,
-            "least_kernel_cycles": sum(least),
-            "bundles": found and sum(x.bundles for x in found.values()),
-            "grid_steps": found and sum(x.grid_steps for x in found.values()),
-            "launches": found,
-            "estimate_ms": found and times.device_ms(CHIPS[chip], found.values(), kinds.total(), floor_ms),
-            "floor_ms": floor_ms,
-            "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
-            "compile_s": compile_s,
-            "traced": digest(traced),
-        }
+    floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
+    found, cycles_of = timed(counted, moved, floor), lambda n: round(floor(n) * CHIPS[chip].clock_ghz * 1e6)
+    return program, {
+        "around_cycles": kinds.total(),
+        "operations": kinds,
+        "least_kernel_cycles": sum(max(counted.get(name, (0,))[0], cycles_of(n)) for name, n in moved.items()),
+        "bundles": found and sum(x.bundles for x in found.values()),
+        "grid_steps": found and sum(x.grid_steps for x in found.values()),
+        "launches": found,
+        "estimate_ms": found and times.device_ms(CHIPS[chip], found.values(), kinds.total(), floor_ms),
+        "floor_ms": floor_ms,
+        "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+        "compile_s": compile_s,
+        "traced": digest(traced),
+    }
 
 
 def can_run(case, implementation: str, backward: bool) -> bool:

@@ -18,7 +18,7 @@ from chunkwise.kda import config as kda_config
 from chunkwise.shared import tuning
 from chunkwise.shared.kernels.chunking import num_chunks
 from chunkwise.shared.kernels.packed import packing
-from chunkwise.shared.kernels.spans.chunk_spans import Piece, Span, make_spans
+from chunkwise.shared.kernels.spans.chunk_spans import Piece, Span
 
 # From the name of an operation and the kernel's loop to the steps of a block of heads and how many of them run each
 # region, as for `regions.kernel_bundles`; None if every step runs all regions.
@@ -26,30 +26,21 @@ Turns = Callable[[str, regions.Loop], tuple[int, list[int]] | None]
 
 
 def turns(case: Layer, kind: str, C: int) -> tuple[int, list[int]]:
-    """Return the grid steps of a launch for one block of heads, and how many of them run each of its regions.
+    """Return the grid steps of gated linear attention for one block of heads, and how many run each of its regions.
 
     Regions are in the order of the kernel's text.
 
     Args:
-      case: the layer.
+      case: the layer, of one sequence.
       kind: "fwd", "states" or "bwd".
       C: tokens of a chunk.
     """
-    chunks, cu_seqlens = 1, case.boundaries(case.T)
-    if not case.table.delta:
-        NT = num_chunks(case.T, C)
-        config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
-        assert config is not None
-        chunks = tuning.largest_divisor(NT, config.num_steps)
-    table, block = make_spans(case.T, chunks * C, cu_seqlens, with_states=True)[0], chunks * C
-    step = np.arange(num_chunks(case.T, block) if table is None else table.shape[1])
-    at = lambda n: Span(n, case.T, block) if table is None else Piece(np.asarray(table), n, block)
-    if case.table.delta:
-        second = () if kind == "bwd" else second_path(case, C)
-        steps, runs = delta_rule_runs(at, len(step), C, kind, cu_seqlens is not None, second)
-    else:
-        second = (0,) if case.table.per_channel and kind in ("fwd", "bwd") else ()
-        steps, runs = len(step), gla_runs(at(step), block, C, kind, cu_seqlens is not None, second)
+    NT = num_chunks(case.T, C)
+    config = default_for(case.H, case.HV, case.K, case.V, C, NT, 2, case.table.per_channel)
+    assert config is not None
+    block = tuning.largest_divisor(NT, config.num_steps) * C
+    steps, second = num_chunks(case.T, block), (0,) if case.table.per_channel and kind in ("fwd", "bwd") else ()
+    runs = gla_runs(Span(np.arange(steps), case.T, block), block, C, kind, second)
     return steps, [int(np.sum(x)) for x in runs]
 
 
@@ -88,41 +79,33 @@ def passing(steps: int, stages: int = 2) -> list[np.ndarray]:
     return [np.clip(turn - stage, 0, steps - 1) for stage in range(stages)]
 
 
-def delta_rule_runs(at, steps, C, kind, pieces, second, stages=2):
-    """Return the grid steps of a delta rule, and which of them run each region; `at` gives some of its steps."""
-    if kind == "bwd":
-        each = (prev := at(np.arange(steps)),)
-        # The first grid step clears results, too.
-        begins = np.array(prev.last)
-        begins[-1] = 1
-        starts, turned = (begins,), steps
-    else:
-        *_, prev = each = [*map(at, passing(steps, stages))]
-        # A forward selects the state that a sequence starts from, without a branch.
-        starts, turned = (), steps + stages - 1
-    if not pieces:
-        return turned, (*starts, *second)
-    unowned = (prev.closes if kind == "bwd" else prev.opens) & prev.unowned
+def delta_rule_runs(at, steps, C, second, stages):
+    """Return the grid steps of a delta rule's forward over pieces, and which run each region; `at` gives some steps."""
+    *_, prev = each = [*map(at, passing(steps, stages))]
     whole = np.logical_and.reduce([x.end - x.begin == C for x in each])
     empty = np.logical_and.reduce([x.begin == x.end for x in each])
-    return turned, (*starts, whole, *second, ~whole, ~whole & unowned, ~whole & ~empty, *second)
+    # A forward selects the state that a sequence starts from, without a branch.
+    runs = whole, *second, ~whole, ~whole & prev.opens & prev.unowned, ~whole & ~empty, *second
+    return steps + stages - 1, runs
 
 
-def gla_runs(steps, block, C, kind, pieces, second=()):
+def gla_runs(steps, block, C, kind, second=()):
     """Return which grid steps of a kernel of several chunks a step run each region, or how often."""
     begin, end = np.asarray(steps.begin), np.minimum(steps.end, block)
-    # The chunks of every step: how many, how many of them are whole, and whether the last one is whole.
+    # The chunks of every step: how many there are, and how many of them are whole.
     chunks = np.where(begin < end, (end - 1) // C - begin // C + 1, 0)
     whole = np.maximum(end // C - -(-begin // C), 0) * (begin < end)
-    last = (whole > 0) & (end % C == 0)
-    starts = np.array(steps.first if kind != "bwd" else steps.last)
-    starts[0 if kind != "bwd" else -1] = 1
+    if kind == "bwd":
+        starts = np.array(steps.last)
+        starts[-1] = 1
+        # It first goes over all chunks but the last one, for their states.
+        return starts, np.maximum(chunks - 1, 0), chunks, *second
+    starts = np.array(steps.first)
+    starts[0] = 1
+    if not isinstance(steps, Piece):
+        return starts, chunks, *second
     # A branch skips a loop over no chunks, which there can only be if steps are pieces.
-    loop = lambda n, whole, *second: (n > 0, n, whole, *second, n - whole, *second) if pieces else (n, *second)
-    # The backward first goes over all chunks but the last one, for their states.
-    before = loop(np.maximum(chunks - 1, 0), whole - last) if kind == "bwd" else ()
-    clear = ((steps.closes if kind == "bwd" else steps.opens) & steps.unowned,) if pieces else ()
-    return starts, *clear, *before, *loop(chunks, whole, *second)
+    return starts, steps.opens & steps.unowned, chunks > 0, chunks, whole, *second, chunks - whole, *second
 
 
 def turns_of(case: Layer) -> Turns:

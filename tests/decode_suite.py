@@ -15,7 +15,6 @@ from chunkwise.shared.serving.state_pool import StatePool
 from chunkwise.shared.testing import conv_norm_oracle, oracle
 from chunkwise.shared.testing.compare import TOLERANCE
 
-K = V = 128
 W, SLOTS, EPS = 4, 20, 1e-5
 # The largest errors by type. In int8 a row is rounded to multiples of its largest number over 127.
 LIMITS = TOLERANCE | dict(int8=0.01)
@@ -78,13 +77,13 @@ def written(tokens: int = 1, ring: bool = True) -> list[int]:
 
 def make(
     H: int, HV: int, *, per_channel=False, together=False, bias=False, dtype=jnp.float32, pool=jnp.float32, ring=False,
-    tokens=1,
+    tokens=1, size=128,
 ):  # fmt: skip
     """Return decodes of 12 sequences, and their pools of the convolution and of states, whose slots have rings or none.
 
-    A decode has at most `tokens` tokens. Without rings each of them has a slot, so that there are more slots.
+    Heads have `size` channels of keys and of values. A decode has at most `tokens` tokens. Without rings each of them has a slot, so that there are more slots.
     """
-    rng, T = np.random.default_rng(0), len(NAMED) * tokens
+    rng, T, K, V = np.random.default_rng(0), len(NAMED) * tokens, size, size
     draw = lambda *shape, kind=dtype, size=1.0: jnp.asarray(size * rng.standard_normal(shape), kind)
     channels = [2 * H * K + HV * V] if together else [H * K, H * K, HV * V]
     gates = HV * K if per_channel else HV
@@ -106,7 +105,7 @@ def _with_rings(pool: StatePool, draw, last: int) -> StatePool:
     """Return a pool whose rings hold `COUNTS` tokens, and NaN where there is none."""
     exists = jnp.asarray(np.arange(L) < COUNTS[:, None])
     drawn = lambda y, size: draw(*y.shape, kind=y.dtype, size=size)
-    tokens = dict(keys=drawn(pool.keys, K**-0.5), writes=drawn(pool.writes, 0.5), gates=-abs(drawn(pool.gates, 0.3)))
+    tokens = dict(keys=drawn(pool.keys, pool.shape[2] ** -0.5), writes=drawn(pool.writes, 0.5), gates=-abs(drawn(pool.gates, 0.3)))
     tokens = {n: jnp.where(exists.reshape(SLOTS, L, *[1] * (y.ndim - 2)), y, jnp.nan) for n, y in tokens.items()}
     return pool._replace(**tokens, count=jnp.asarray(COUNTS), drafts=jnp.asarray(drafts(last)))
 

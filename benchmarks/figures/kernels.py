@@ -129,7 +129,7 @@ def tpu_block() -> str:
     columns = {
         "chip": "chip",
         "pass": tables.way,
-        "kernels' share": lambda row: tables.percent(row["kernel_cycles"] / sum(parts(row))),
+        "kernels' share": lambda row: f"{100 * row['kernel_cycles'] / sum(parts(row)):.0f} %",
         "together, ms": least(lambda row: tables.decimals(together(row), 1)),
         "temporaries, MiB": tables.memory("temporaries_mib"),
     }

@@ -64,19 +64,9 @@ def decimals(number: float | None, places: int = 2) -> str:
     return NONE if number is None else f"{number:,.{places}f}"
 
 
-def percent(share: float) -> str:
-    """Return a share in percent."""
-    return f"{100 * share:.0f} %"
-
-
 def mebibytes(number: float) -> str:
     """Return MiB, with decimals where they matter."""
     return f"{number:,.0f}" if number == round(number) or number >= 20 else f"{number:.2f}".rstrip("0").rstrip(".")
-
-
-def count(key: str) -> Cell:
-    """Return the cell of a count."""
-    return lambda row: whole(row[key])
 
 
 def fixed(key: str, places: int = 2) -> Cell:
@@ -92,11 +82,6 @@ def memory(key: str) -> Cell:
 def of(name: str, cell: str | Cell) -> Cell:
     """Return the cell of the row that lies under a name in a row."""
     return (lambda row: str(row[name][cell])) if isinstance(cell, str) else lambda row: cell(row[name])
-
-
-def beside(names: Iterable[str], cell: Cell) -> Cell:
-    """Return the cell of several rows that lie under names in a row, separated by strokes."""
-    return lambda row: " / ".join(cell(row[name]) for name in names)
 
 
 def ratio(over: str, under: str, key: str, places: int = 2) -> Cell:

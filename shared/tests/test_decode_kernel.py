@@ -17,7 +17,7 @@ from chunkwise.shared.testing.tpu import compile_for, has_libtpu, launches
 from tests import decode_suite, rule_suite, traced
 
 # A pool without rings, drafts over the rings with the most operations, and a slot for each token.
-QUICK = ("bfloat16", "channels, int8 drafts", "drafts in slots")
+QUICK = ("bfloat16", "channels, int8 drafts", "drafts in slots", "two heads in a register")
 THOROUGH = dict(
     # A pool with rings has all that one without has.
     test_one_sequence_is_not_finite=lambda ring: not ring,
@@ -57,6 +57,8 @@ CASES = {
     "int8, drafts in slots": (1, 2, dict(pool=jnp.int8, tokens=2)),
     "channels, drafts in slots": (2, 2, dict(per_channel=True, tokens=2)),
     "channels, drafts": (2, 2, dict(per_channel=True, pool=jnp.bfloat16, ring=True, tokens=3)),
+    "two heads in a register": (2, 6, dict(size=64, together=True)),
+    "channels, two heads in a register": (4, 4, dict(size=64, per_channel=True, pool=jnp.bfloat16, tokens=2)),
     "channels, int8 drafts": (2, 2, dict(per_channel=True, pool=jnp.int8, ring=True, tokens=2)),
 }
 
@@ -210,7 +212,18 @@ def test_operations(options, most, monkeypatch):
 @pytest.mark.skipif(not has_libtpu(), reason="needs libtpu")
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
-    "case", ["bfloat16", "channels", "ring", "int8", "channels, int8 drafts", "channels, drafts", "drafts in slots"]
+    "case",
+    [
+        "bfloat16",
+        "channels",
+        "ring",
+        "int8",
+        "channels, int8 drafts",
+        "channels, drafts",
+        "drafts in slots",
+        "two heads in a register",
+        "channels, two heads in a register",
+    ],
 )
 def test_compiles_as_one_launch(case, chip):
     H, HV, options = CASES[case]

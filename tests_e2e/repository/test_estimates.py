@@ -1,6 +1,5 @@
 """What estimates read out of the text of a compiler, bundles, cycles and bytes, and the formula of their times."""
 
-import functools
 import json
 import subprocess
 from unittest import mock
@@ -15,7 +14,7 @@ from benchmarks.figures import evidence, serving, tables
 from benchmarks.regions import Loop, Region, kernel_bundles, read_loop
 from benchmarks.scale import MIB, _sent
 from benchmarks.step import Mixture, branch_cycles, estimate, prefill_runs
-from benchmarks.tpu import counts, launch_bytes, operations, operations_by_kind
+from benchmarks.tpu import counts, launch_bytes, operations
 from benchmarks.turns import turns, turns_of
 from chunkwise.command import times
 from chunkwise.command.models import Layer
@@ -32,14 +31,15 @@ def test_cycles_of_operations():
     inside = f"%fused (x: f32[]) -> f32[] {{\n  ROOT %m = f32[] multiply(%x, %x), {cycles(5)}\n}}\n"
     main = f"%a = f32[] fusion(%x), {cycles(100)}\n  ROOT %b = f32[] add(%a, %a), {cycles(20)}"
     entry = f"\nENTRY %main () -> f32[] {{\n  {main}\n}}"
-    assert operations(inside + entry) == 120
+    assert operations(inside + entry).total() == 120
     # A loop whose turns are known, and one whose turns are not.
     loop = "while(%a), condition=%c, body=%fused"
-    assert operations(inside + entry.replace("add(%a, %a)", f'{loop}, "known_trip_count":{{"n":"3"}}')) == 120 + 3 * 5
-    assert operations(inside + entry.replace("add(%a, %a)", loop)) == 120 + 5
+    three = f'{loop}, "known_trip_count":{{"n":"3"}}'
+    assert operations(inside + entry.replace("add(%a, %a)", three)).total() == 120 + 3 * 5
+    assert operations(inside + entry.replace("add(%a, %a)", loop)).total() == 120 + 5
     branches = "conditional(%p, %a), branch_computations={%fused, %other}"
     other = inside.replace("fused", "other").replace('"5"', '"7"')
-    assert operations(inside + other + entry.replace("add(%a, %a)", branches)) == 120 + 7
+    assert operations(inside + other + entry.replace("add(%a, %a)", branches)).total() == 120 + 7
 
 
 def test_kinds_of_operations():
@@ -52,7 +52,7 @@ def test_kinds_of_operations():
     lines = [f"  %f{n} = f32[2]{{0}} fusion(%a), calls=%{x}{cycles(n)}" for n, x in ((1, "moves"), (20, "multiplies"))]
     lines += [f"  %g = f32[2]{{0}} fusion(%a), calls=%adds{cycles(300)}", f"  %h = f32[2]{{0}} copy(%a){cycles(4000)}"]
     text += "ENTRY " + fusion("main", *lines)
-    assert operations_by_kind(text) == {"copies": 4001, "products": 20, "others": 300}
+    assert operations(text) == {"copies": 4001, "products": 20, "others": 300}
 
 
 @pytest.mark.parametrize(
@@ -182,24 +182,11 @@ def test_body_of_a_loop_that_has_fewer_regions_than_a_copy():
     assert loop.always == len(copy) + len(body) + 1 - 40
 
 
-def test_turns_that_run_the_regions_of_packed_batches():
-    """Sequences of 70 and 140 tokens: pieces of 64, 6, 58, 64 and 18 rows, and one that is empty."""
-    layer = lambda name, n: Layer(name, H=16, HV=32, T=210, sequences=n, ragged=True)
-    delta, kda, gla = (functools.partial(layer, name) for name in ("gated_delta_rule", "kda", "simple_gla"))
-    # One turn more than pieces. Only the first turn has whole chunks alone, and only the last one has the piece that is
-    # empty alone. A forward has no branch where a sequence starts; one of a gate for every channel has a second path.
-    assert turns(delta(2), "fwd", 64) == turns(delta(2), "states", 64) == (7, [1, 6, 1, 5])
-    assert turns(kda(2), "fwd", 64) == (7, [1, *[0] * 9, 6, 1, 5, *[0] * 9])
-    for case in (delta(2), kda(2)):
-        assert turns(case, "bwd", 64) == (6, [3, 2, 4, 1, 3])
-    assert turns(delta(0), "fwd", 64) == (5, [])
-    assert turns(kda(0), "fwd", 64) == (5, [0] * 9)
-    assert turns(kda(0), "bwd", 64) == (4, [1])
-    # A step takes 4 chunks: 2 and 3 of the two sequences, of which 1 and 1 are whole, and one that is empty. The
-    # backward first goes over all but the last chunk of each.
-    assert turns(gla(2), "fwd", 64) == (3, [2, 1, 2, 5, 2, 3])
-    assert turns(gla(2), "bwd", 64) == (3, [3, 1, 2, 3, 2, 1, 2, 5, 2, 3])
-    assert turns(gla(0), "bwd", 64) == (1, [1, 3, 4])
+def test_turns_of_a_kernel_of_several_chunks():
+    """A step takes all 4 chunks of 210 tokens. The backward first goes over all of them but the last one."""
+    of = lambda name, kind: turns(Layer(name, H=16, HV=32, T=210), kind, 64)
+    assert of("simple_gla", "fwd") == of("simple_gla", "states") == (1, [1, 4])
+    assert of("simple_gla", "bwd") == (1, [1, 3, 4])
 
 
 def test_steps_that_run_the_regions_of_the_kernels():

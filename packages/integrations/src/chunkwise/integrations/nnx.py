@@ -50,7 +50,7 @@ def named(weights: Any) -> dict[str, Any]:
 def _projections(config: layers.LayerConfig) -> list[str]:
     """Return the names of the matrices of products with hidden states: those that decay, and factors of low rank."""
     definition = sharding.LAYERS[type(config)]
-    split, decays = definition.weights(**definition.split(config)), named(layers.decayed(config))
+    split, decays = definition.split(config), named(layers.decayed(config))
     factor = lambda name, letters: len(letters) == 2 and name not in split._fields
     return [
         name for name, letters in named(split).items()
@@ -115,7 +115,7 @@ class _Layer(nnx.Module):
     def _with_weights(self, read: Callable[[str], Any]) -> Any:
         """Return the weights of the layer, given a function that reads an attribute."""
         definition = sharding.LAYERS[type(self.config)]
-        parts = definition.split(self.config).items()
+        parts = definition.split(self.config)._asdict().items()
         several = lambda name, part: tuple(read(f"{name}_{i}") for i in range(len(part)))
         return definition.weights(**{
             name: several(name, part) if type(part) is tuple else read(name) for name, part in parts

@@ -76,7 +76,8 @@ def empty_pool(
         pool = empty_pool(config, slots=64, dtype=jnp.bfloat16, state_dtype=jnp.int8, replay=16)
 
     Args:
-      config: sizes of the layer.
+      config: sizes of the layer. Of heads with K = V = 64, which lie in pairs, every device of a mesh must have an even
+        number; a pool of `empty_cache` may have any.
       slots: slots of the pool.
       dtype: the type of the inputs of the convolutions.
       state_dtype: the type of the states, which may be int8.

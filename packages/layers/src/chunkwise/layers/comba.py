@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import table
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_comba, ragged_comba, recurrent_comba
 
@@ -42,47 +42,19 @@ class CombaWeights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: config.CombaConfig) -> dict[str, Any]:
-    return dict(
-        q=".h", k=".h", v=".n", z=".n" if config.output_gate else (), a=".n", b=".n", conv=("h.", "h.", "n."),
-        decay="h", skip="h", A_log="n", dt_bias="n", norm=".", out="n.",
-    )  # fmt: skip
-
-
-def _init(new: parameters.Initial, c: config.CombaConfig) -> CombaWeights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.CombaConfig) -> dict[str, Any]:
+    """Return the table of the weights.
 
     A projection keeps the size of its input; the rate exp(A_log) is uniform up to 16, steps are from 0.001 to 0.1, and
     `decay` and `skip` are 1, as in flash-linear-attention.
     """
-    q, k, v = c.channels
-    return CombaWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v) if c.output_gate else (),
-        a=new.matrix(c.D, c.HV), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
-        decay=jnp.ones(c.H), skip=jnp.ones(c.H), A_log=new.log_decay(c.HV, least=1e-3), dt_bias=new.step_bias(c.HV),
-        norm=new.ones(c.V), out=new.matrix(v, c.D),
+    v = c.HV * c.V
+    return dict(
+        **table.projections(c), z=table.matrix("g_proj", ".n", c.D, v) if c.output_gate else (),
+        a=table.matrix("a_proj", ".n", c.D, c.HV), b=table.matrix("b_proj", ".n", c.D, c.HV),
+        conv=table.convolutions(c), decay=table.ones("decay", "h", c.H), skip=table.ones("D", "h", c.H),
+        **table.rates(1e-3, "n", c.HV), norm=table.norm("o_norm", ".", c.V), out=table.matrix("o_proj", "n.", v, c.D),
     )  # fmt: skip
-
-
-def _load(found: parameters.Checkpoint, c: config.CombaConfig) -> CombaWeights:
-    """Return the weights of a layer of a checkpoint, in its types, with vectors of heads in float32."""
-    v = c.channels[2]
-    return CombaWeights(
-        *found.matrices(("q", "k", "v"), c.D, c.channels), z=found.matrix("g_proj", c.D, v) if c.output_gate else (),
-        a=found.matrix("a_proj", c.D, c.HV), b=found.matrix("b_proj", c.D, c.HV),
-        conv=found.convolutions(("q", "k", "v"), c.channels, c.W), decay=found.float32("decay", c.H),
-        skip=found.float32("D", c.H), A_log=found.float32("A_log", c.HV), dt_bias=found.float32("dt_bias", c.HV),
-        norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
-    )  # fmt: skip
-
-
-def _save(w: CombaWeights, c: config.CombaConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
-    matrices: dict[str, Any] = dict(q=w.q, k=w.k, v=w.v, a=w.a, b=w.b, o=w.out) | (dict(g=w.z) if c.output_gate else {})
-    named: dict[str, Any] = {f"{name}_proj.weight": x.T for name, x in matrices.items()}
-    named |= parameters.named_convolutions("qkv", w.conv)
-    named |= {"o_norm.weight": w.norm, "decay": w.decay, "D": w.skip}
-    return named | {"A_log": w.A_log, "dt_bias": w.dt_bias}
 
 
 def _mix(x, w: CombaWeights, config: config.CombaConfig, run: running.Run) -> tuple[jax.Array, caches.Cache]:
@@ -115,4 +87,4 @@ def _mix(x, w: CombaWeights, config: config.CombaConfig, run: running.Run) -> tu
     return running.project_out(y, w.out, x), caches.Cache(conv, state)
 
 
-LAYER = layer.Definition("comba_layer", config.CombaConfig, CombaWeights, _split, _init, _load, _save, ("comba",), _mix)
+LAYER = layer.Definition("comba_layer", config.CombaConfig, CombaWeights, _table, ("comba",), _mix)

@@ -34,4 +34,5 @@ def decayed(config: config.LayerConfig) -> Any:
     checks.check(known, f"`config` must be that of a layer; got {type(config).__name__}.")
     layer = sharding.LAYERS[type(config)]
     split = layer.split(config)
-    return layer.weights(**{name: jax.tree.map(lambda _, name=name: name not in _KEPT, split[name]) for name in split})
+    masks = (jax.tree.map(lambda _, name=name: name not in _KEPT, x) for name, x in split._asdict().items())
+    return layer.weights(*masks)

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import mixing, running
 from chunkwise.pipeline import chunk_gated_delta_rule, ragged_gated_delta_rule, recurrent_gated_delta_rule
 
@@ -40,29 +39,29 @@ class GatedDeltaNetWeights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: config.GatedDeltaNetConfig) -> dict[str, Any]:
-    return dict(
-        q=".h", k=".h", v=".n", z=".n", a=".n", b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n", norm=".",
-        out="n.",
-    )  # fmt: skip
-
-
-def _init(new: parameters.Initial, c: config.GatedDeltaNetConfig) -> GatedDeltaNetWeights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.GatedDeltaNetConfig) -> dict[str, Any]:
+    """Return the table of the weights, with the names of OLMo-hybrid and flash-linear-attention.
 
     A projection keeps the size of its input; the rate exp(A_log) is uniform up to 16, and steps are from 0.001 to 0.1,
     as in flash-linear-attention.
     """
-    q, k, v = c.channels
-    return GatedDeltaNetWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
-        a=new.matrix(c.D, c.HV), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
-        A_log=new.log_decay(c.HV, least=1e-3), dt_bias=new.step_bias(c.HV), norm=new.ones(c.V), out=new.matrix(v, c.D),
+    v = c.HV * c.V
+    return dict(
+        **table.projections(c), z=table.matrix("g_proj", ".n", c.D, v), a=table.matrix("a_proj", ".n", c.D, c.HV),
+        b=table.matrix("b_proj", ".n", c.D, c.HV), conv=table.convolutions(c), **table.rates(1e-3, "n", c.HV),
+        norm=table.norm("o_norm", ".", c.V), out=table.matrix("o_proj", "n.", v, c.D),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedDeltaNetWeights:
-    """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
+# What the other models call the weights, and which of them they have in one array.
+_NAMES = dict(a_proj="in_proj_a", b_proj="in_proj_b", g_proj="in_proj_z", o_norm="norm", o_proj="out_proj")
+_QKV, _BA = table.QKV["qkv_proj"], {"in_proj_ba": ("b_proj", "a_proj")}
+_BY_HEAD = {"in_proj_qkvz": (*_QKV, "g_proj")} | _BA
+_LARA, _QWEN = {"in_proj": (*_QKV, "g_proj", "b_proj", "a_proj")}, {"in_proj_qkv": _QKV}
+
+
+def _read(found: parameters.Checkpoint, weights: Any, c: config.GatedDeltaNetConfig) -> None:
+    """Give the arrays of a checkpoint the names of the table.
 
     Qwen3-Next has q, k, v and z of a key head side by side in one matrix, and b and a in another ("in_proj_qkvz",
     "in_proj_ba"). Qwen3.5 has q, k and v in one matrix, head after head, and Lara-mini has all six in one. OLMo-hybrid
@@ -70,55 +69,30 @@ def _load(found: parameters.Checkpoint, c: config.GatedDeltaNetConfig) -> GatedD
     "in_proj_ba" beside "in_proj_qkv". vLLM's "in_proj_qkvz" of Qwen3.5 is not read, because its order differs from
     Qwen3-Next's.
     """
-    q, k, v = c.channels
-    norm, out = ("norm", "out_proj") if "out_proj" in found else ("o_norm", "o_proj")
     found.rename("out_norm", "norm")
+    if "out_proj" in found:
+        found.names = _NAMES
     if "in_proj_qkvz" in found:
-        group = c.HV // c.H
-        parts = found.read("in_proj_qkvz", 2 * (q + v), c.D).reshape(c.H, -1, c.D)
-        parts = parameters.split(parts, (c.K, c.K, group * c.V, group * c.V), axis=1)
-        gates = jnp.split(found.read("in_proj_ba", 2 * c.HV, c.D).reshape(c.H, -1, c.D), 2, axis=1)
-        projections = [x.reshape(-1, c.D).T for x in (*parts, gates[1], gates[0])]
-    elif "in_proj" in found:
-        sizes = q, k, v, v, c.HV, c.HV
-        *projections, b, a = parameters.split(found.matrix("in_proj", c.D, sum(sizes)), sizes)
-        projections += [a, b]
-    elif "in_proj_qkv" in found:
-        parts = parameters.split(found.matrix("in_proj_qkv", c.D, q + k + v), (q, k, v))
-        z = found.matrix("in_proj_z", c.D, v)
-        if "in_proj_ba" in found:
-            b, a = jnp.split(found.matrix("in_proj_ba", c.D, 2 * c.HV), 2, axis=1)
-        else:
-            a, b = (found.matrix(f"in_proj_{name}", c.D, c.HV) for name in "ab")
-        projections = [*parts, z, a, b]
-    else:
-        columns = dict(g=v, a=c.HV, b=c.HV)
-        projections = [*found.matrices(("q", "k", "v"), c.D, c.channels)]
-        projections += [found.matrix(f"{name}_proj", c.D, n) for name, n in columns.items()]
-    return GatedDeltaNetWeights(
-        *projections, conv=found.convolutions(("q", "k", "v"), c.channels, c.W), A_log=found.float32("A_log", c.HV),
-        dt_bias=found.float32("dt_bias", c.HV), norm=found.read(norm, c.V), out=found.matrix(out, v, c.D),
-    )  # fmt: skip
+        table.divide(found, weights, _BY_HEAD, c.H)
+        found.names = found.names | dict(a_proj="in_proj_ba", b_proj="in_proj_ba")
+    table.divide(found, weights, {**_LARA, **_QWEN, **_BA, **table.CONVOLUTIONS})
+    # transformers saves three parts of what OLMo-hybrid has, as torch.chunk makes them, whatever channels are queries,
+    # keys and values: only the last one may be smaller.
+    names, channels = table.CONVOLUTIONS["conv1d"], c.channels
+    part = -(-sum(channels) // 3)
+    last = sum(channels) - 2 * part
+    if found.rows(names[0]) == part != channels[0] and last > 0:
+        parts = [found.read(name, n, 1, c.W) for name, n in zip(names, (part, part, last), strict=True)]
+        found.parts |= zip(names, parameters.split(jnp.concatenate(parts), channels, axis=0), strict=True)
 
 
-def _save(w: GatedDeltaNetWeights, c: config.GatedDeltaNetConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of one of the models."""
-    q, k, v, z, a, b = (x.T for x in w[:6])
-    named: dict[str, Any] = {"A_log": w.A_log, "dt_bias": w.dt_bias}
+def _write(named: dict[str, Any], c: config.GatedDeltaNetConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint of one of the models."""
     if model in ("olmo_hybrid", "gated_deltanet"):
-        named |= {f"{name}_proj.weight": x for name, x in dict(q=q, k=k, v=v, g=z, a=a, b=b).items()}
-        named |= parameters.named_convolutions("qkv", w.conv)
-        return named | {"o_norm.weight": w.norm, "o_proj.weight": w.out.T}
-    named |= {"conv1d.weight": np.concatenate(w.conv)[:, None], "out_proj.weight": w.out.T}
-    if model == "lara_mini":
-        return named | {"out_norm.weight": w.norm, "in_proj.weight": np.concatenate([q, k, v, z, b, a])}
-    named["norm.weight"] = w.norm
-    if model == "qwen3_next":
-        # The rows of a key head are side by side.
-        by_head = lambda *parts: np.concatenate([x.reshape(c.H, -1, c.D) for x in parts], axis=1).reshape(-1, c.D)
-        return named | {"in_proj_qkvz.weight": by_head(q, k, v, z), "in_proj_ba.weight": by_head(b, a)}
-    named |= {f"in_proj_{name}.weight": x for name, x in dict(z=z, a=a, b=b).items()}
-    return named | {"in_proj_qkv.weight": np.concatenate([q, k, v])}
+        return named
+    whole, heads = {"qwen3_next": (_BY_HEAD, c.H), "lara_mini": (_LARA, 1)}.get(model, (_QWEN, 1))
+    named = table.joined(table.joined(named, whole, heads), table.CONVOLUTIONS)
+    return table.renamed(named, _NAMES | (dict(o_norm="out_norm") if model == "lara_mini" else {}))
 
 
 def _mix(
@@ -152,6 +126,7 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _split, _init, _load, _save,
-    ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid", "gated_deltanet"), _mix,
+    "gated_delta_net", config.GatedDeltaNetConfig, GatedDeltaNetWeights, _table,
+    ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "lara_mini", "olmo_hybrid", "gated_deltanet"), _mix, _read,
+    _write,
 )  # fmt: skip

@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import table
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_gdn2, ragged_gdn2, recurrent_gdn2
 from chunkwise.shared.kernels import tiles
@@ -43,52 +42,20 @@ class GatedDeltaNet2Weights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: config.GatedDeltaNet2Config) -> dict[str, Any]:
-    return dict(
-        q=".h", k=".h", v=".n", f=("..", ".h"), z=("..", ".n"), z_bias="n", b=".h", w=".n", conv=("h.", "h.", "n."),
-        A_log="h", dt_bias="h.", norm=".", out="n.",
-    )  # fmt: skip
-
-
-def _init(new: parameters.Initial, c: config.GatedDeltaNet2Config) -> GatedDeltaNet2Weights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.GatedDeltaNet2Config) -> dict[str, Any]:
+    """Return the table of the weights.
 
     A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
     0.1, as in Kimi delta attention.
     """
-    q, k, v = c.channels
-    return GatedDeltaNet2Weights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=new.factors(c.D, c.V, k),
-        z=new.factors(c.D, c.V, v), z_bias=jnp.zeros(v, new.dtype), b=new.matrix(c.D, k), w=new.matrix(c.D, v),
-        conv=tuple(new.convolution(n, c.W) for n in c.channels), A_log=new.log_decay(c.H),
-        dt_bias=new.step_bias(c.H, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
+    k, v = c.H * c.K, c.HV * c.V
+    z = table.factors(("g_proj.0", "g_proj.1"), ".n", c.D, c.V, v)
+    return dict(
+        **table.projections(c), f=table.factors(("f_proj.0", "f_proj.1"), ".h", c.D, c.V, k), z=z,
+        z_bias=table.bias(z[-1]), b=table.matrix("b_proj", ".h", c.D, k), w=table.matrix("w_proj", ".n", c.D, v),
+        conv=table.convolutions(c), **table.rates(1.0, "h", c.H, c.K), norm=table.norm("o_norm", ".", c.V),
+        out=table.matrix("o_proj", "n.", v, c.D),
     )  # fmt: skip
-
-
-def _load(found: parameters.Checkpoint, c: config.GatedDeltaNet2Config) -> GatedDeltaNet2Weights:
-    """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
-
-    The layer GatedDeltaNet2 of flash-linear-attention has the same names.
-    """
-    q, k, v = c.channels
-    return GatedDeltaNet2Weights(
-        *found.matrices(("q", "k", "v"), c.D, c.channels),
-        f=found.factors(("f_proj.0", "f_proj.1"), c.D, c.V, k), z=found.factors(("g_proj.0", "g_proj.1"), c.D, c.V, v),
-        z_bias=found.read("g_proj.1.bias", v), b=found.matrix("b_proj", c.D, k),
-        w=found.matrix("w_proj", c.D, v), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
-        A_log=found.float32("A_log", c.H), dt_bias=found.float32("dt_bias", c.H, c.K), norm=found.read("o_norm", c.V),
-        out=found.matrix("o_proj", v, c.D),
-    )  # fmt: skip
-
-
-def _save(w: GatedDeltaNet2Weights, c: config.GatedDeltaNet2Config, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
-    matrices = dict(q_proj=w.q, k_proj=w.k, v_proj=w.v, b_proj=w.b, w_proj=w.w, o_proj=w.out)
-    matrices |= {f"{name}_proj.{i}": x for name, pair in dict(f=w.f, g=w.z).items() for i, x in enumerate(pair)}
-    named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
-    named |= parameters.named_convolutions("qkv", w.conv)
-    named |= {"g_proj.1.bias": w.z_bias, "o_norm.weight": w.norm}
-    return named | {"A_log": w.A_log, "dt_bias": w.dt_bias.reshape(-1)}
 
 
 def _mix(
@@ -129,6 +96,5 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _split, _init, _load, _save,
-    ("gdn2",), _mix,
-)  # fmt: skip
+    "gated_delta_net2", config.GatedDeltaNet2Config, GatedDeltaNet2Weights, _table, ("gdn2",), _mix
+)

@@ -3,11 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_gated_delta_product, ragged_gated_delta_product, recurrent_gated_delta_product
 from chunkwise.shared import composition
@@ -42,62 +40,45 @@ class GatedDeltaProductWeights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: config.GatedDeltaProductConfig) -> dict[str, Any]:
-    n, gated = config.num_householder, config.forget_gate
-    return dict(
-        q=".h", k=(".h",) * n, v=(".n",) * n, b=(".n",) * n, z=".n" if config.output_gate else (),
-        a=".n" if gated else (), conv=("h.",) * (1 + n) + ("n.",) * n, A_log="n" if gated else (),
-        dt_bias="n" if gated else (), norm=".", out="n.",
-    )  # fmt: skip
-
-
-def _init(new: parameters.Initial, c: config.GatedDeltaProductConfig) -> GatedDeltaProductWeights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.GatedDeltaProductConfig) -> dict[str, Any]:
+    """Return the table of the weights.
 
     A projection keeps the size of its input; the rate exp(A_log) is uniform from 0 to 16, and steps are from 0.001 to
     0.1, as in flash-linear-attention.
     """
-    q, v, n = c.H * c.K, c.HV * c.V, c.num_householder
-    several = lambda columns: tuple(new.matrix(c.D, columns) for _ in range(n))
-    return GatedDeltaProductWeights(
-        q=new.matrix(c.D, q), k=several(q), v=several(v), b=several(c.HV),
-        z=new.matrix(c.D, v) if c.output_gate else (),
-        a=new.matrix(c.D, c.HV) if c.forget_gate else (), conv=tuple(new.convolution(size, c.W) for size in c.channels),
-        A_log=new.log_decay(c.HV, least=1e-4) if c.forget_gate else (),
-        dt_bias=new.step_bias(c.HV) if c.forget_gate else (), norm=new.ones(c.V), out=new.matrix(v, c.D),
+    v, n, gated = c.HV * c.V, range(c.num_householder), c.forget_gate
+    several = lambda name, letters, columns: tuple(table.matrix(f"{name}_{i}", letters, c.D, columns) for i in n)
+    return dict(
+        q=table.matrix("q_proj", ".h", c.D, c.H * c.K), k=several("k_proj", ".h", c.H * c.K),
+        v=several("v_proj", ".n", v), b=several("b_proj", ".n", c.HV),
+        z=table.matrix("g_proj", ".n", c.D, v) if c.output_gate else (),
+        a=table.matrix("a_proj", ".n", c.D, c.HV) if gated else (),
+        conv=table.convolutions(c, ("q_conv1d", *(f"{name}_conv1d_{i}" for name in "kv" for i in n))),
+        **(table.rates(1e-4, "n", c.HV) if gated else dict(A_log=(), dt_bias=())), norm=table.norm("o_norm", ".", c.V),
+        out=table.matrix("o_proj", "n.", v, c.D),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.GatedDeltaProductConfig) -> GatedDeltaProductWeights:
-    """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
+def _whole(n: int) -> dict[str, list[str]]:
+    """Return the weights of n steps that one array of a checkpoint has, by its name."""
+    names = ("k_proj", "v_proj", "b_proj", "k_conv1d", "v_conv1d")
+    return {name: [f"{name}_{i}" for i in range(n)] for name in names}
+
+
+def _read(found: parameters.Checkpoint, weights: Any, c: config.GatedDeltaProductConfig) -> None:
+    """Divide the arrays of a checkpoint.
 
     The layer GatedDeltaProduct of flash-linear-attention has these names. Its matrices have the n steps of a token one
     after the other.
     """
-    q, v, n = c.H * c.K, c.HV * c.V, c.num_householder
-    several = lambda name, columns: tuple(jnp.split(found.matrix(f"{name}_proj", c.D, n * columns), n, axis=1))
-    convolution = lambda name, m, size: jnp.split(found.read(f"{name}_conv1d", m * size, 1, c.W)[:, 0], m)
-    return GatedDeltaProductWeights(
-        q=found.matrix("q_proj", c.D, q), k=several("k", q), v=several("v", v), b=several("b", c.HV),
-        z=found.matrix("g_proj", c.D, v) if c.output_gate else (),
-        a=found.matrix("a_proj", c.D, c.HV) if c.forget_gate else (),
-        conv=(*convolution("q", 1, q), *convolution("k", n, q), *convolution("v", n, v)),
-        A_log=found.float32("A_log", c.HV) if c.forget_gate else (),
-        dt_bias=found.float32("dt_bias", c.HV) if c.forget_gate else (), norm=found.read("o_norm", c.V),
-        out=found.matrix("o_proj", v, c.D),
-    )  # fmt: skip
+    whole = _whole(c.num_householder)
+    found.names = table.name_of_whole(whole)
+    table.divide(found, weights, whole)
 
 
-def _save(w: GatedDeltaProductWeights, c: config.GatedDeltaProductConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of flash-linear-attention."""
-    n = c.num_householder
-    matrices = dict(q=(w.q,), k=w.k, v=w.v, b=w.b, o=(w.out,)) | (dict(a=(w.a,)) if c.forget_gate else {})
-    matrices |= dict(g=(w.z,)) if c.output_gate else {}
-    named: dict[str, Any] = {f"{name}_proj.weight": np.concatenate(x, axis=1).T for name, x in matrices.items()}
-    parts = w.conv[:1], w.conv[1 : 1 + n], w.conv[1 + n :]
-    named |= parameters.named_convolutions("qkv", map(np.concatenate, parts))
-    named["o_norm.weight"] = w.norm
-    return named | (dict(A_log=w.A_log, dt_bias=w.dt_bias) if c.forget_gate else {})
+def _write(named: dict[str, Any], c: config.GatedDeltaProductConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint of flash-linear-attention."""
+    return table.joined(named, _whole(c.num_householder))
 
 
 def _mix(
@@ -134,6 +115,6 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "gated_delta_product", config.GatedDeltaProductConfig, GatedDeltaProductWeights, _split, _init, _load, _save,
-    ("gated_deltaproduct", "delta_net"), _mix,
+    "gated_delta_product", config.GatedDeltaProductConfig, GatedDeltaProductWeights, _table,
+    ("gated_deltaproduct", "delta_net"), _mix, _read, _write,
 )  # fmt: skip

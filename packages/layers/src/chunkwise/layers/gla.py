@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_gla, ragged_gla, recurrent_gla
 
@@ -34,37 +34,34 @@ class GatedLinearAttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: config.GatedLinearAttentionConfig) -> dict[str, Any]:
-    return dict(q=".h", k=".h", v=".n", z=".n", f=("..", ".n"), f_bias="n", norm=".", out="n.")
+def _table(c: config.GatedLinearAttentionConfig) -> dict[str, Any]:
+    """Return the table of the weights.
 
-
-def _init(new: parameters.Initial, c: config.GatedLinearAttentionConfig) -> GatedLinearAttentionWeights:
-    """Return random weights of a layer that is to be trained; a projection keeps the size of its input."""
-    q, v = c.H * c.K, c.HV * c.V
-    return GatedLinearAttentionWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
-        f=new.factors(c.D, c.R, c.HV * c.K), f_bias=jnp.zeros(c.HV * c.K, new.dtype), norm=new.ones(c.V),
-        out=new.matrix(v, c.D),
+    A projection keeps the size of its input.
+    """
+    v, f = c.HV * c.V, table.factors(("gk_proj.0", "gk_proj.1"), ".n", c.D, c.R, c.HV * c.K)
+    return dict(
+        **table.projections(c), z=table.matrix("g_proj", ".n", c.D, v),
+        f=f, f_bias=table.bias(f[-1]), norm=table.norm("g_norm", ".", c.V),
+        out=table.matrix("o_proj", "n.", v, c.D),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.GatedLinearAttentionConfig) -> GatedLinearAttentionWeights:
-    """Return the weights of a layer of a checkpoint of flash-linear-attention, in its types."""
-    found.rename("g_norm_swish_gate", "g_norm")
-    q, v, decay = c.H * c.K, c.HV * c.V, c.HV * c.K
-    return GatedLinearAttentionWeights(
-        *found.matrices(("q", "k", "v"), c.D, (q, q, v)), z=found.matrix("g_proj", c.D, v),
-        f=found.factors(("gk_proj.0", "gk_proj.1"), c.D, c.R, decay), f_bias=found.read("gk_proj.1.bias", decay),
-        norm=found.read("g_norm", c.V), out=found.matrix("o_proj", v, c.D),
-    )  # fmt: skip
+# The name of the norm with its gate, where `fuse_norm` is true.
+_FUSED = {"g_norm": "g_norm_swish_gate"}
 
 
-def _save(w: GatedLinearAttentionWeights, c: config.GatedLinearAttentionConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of flash-linear-attention, whose `fuse_norm` is true."""
-    matrices = dict(q_proj=w.q, k_proj=w.k, v_proj=w.v, g_proj=w.z, o_proj=w.out)
-    matrices |= {f"gk_proj.{i}": x for i, x in enumerate(w.f)}
-    named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
-    return named | {"gk_proj.1.bias": w.f_bias, "g_norm_swish_gate.weight": w.norm}
+def _read(found: parameters.Checkpoint, weights: Any, c: config.GatedLinearAttentionConfig) -> None:
+    """Give the arrays of a checkpoint the names of the table."""
+    found.names = _FUSED if _FUSED["g_norm"] in found else {}
+
+
+def _write(named: dict[str, Any], c: config.GatedLinearAttentionConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint.
+
+    Its `fuse_norm` is true.
+    """
+    return table.renamed(named, _FUSED)
 
 
 def _mix(
@@ -97,6 +94,6 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "gated_linear_attention", config.GatedLinearAttentionConfig, GatedLinearAttentionWeights, _split, _init, _load,
-    _save, ("gla",), _mix,
+    "gated_linear_attention", config.GatedLinearAttentionConfig, GatedLinearAttentionWeights, _table, ("gla",), _mix,
+    _read, _write,
 )  # fmt: skip

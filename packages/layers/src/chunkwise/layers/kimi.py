@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import mixing, running
 from chunkwise.pipeline import chunk_kda, ragged_kda, recurrent_kda
 
@@ -48,8 +47,9 @@ def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[tuple[int, ...], tu
     return ranks, () if config.full_rank_gate else ranks
 
 
-# What flash-linear-attention's names of factors are in Kimi-Linear.
-_OF_FLA = {(name, i): end for name in "fg" for i, end in enumerate("ab")}
+# The names of factors in flash-linear-attention, and of the last projection in Ling 3.0.
+_OF_FLA = {f"{name}_{end}_proj": f"{name}_proj.{i}" for name in "fg" for i, end in enumerate("ab")}
+_OF_LING = {"o_proj": "dense"}
 
 
 def _names(name: str, ranks: tuple[int, ...]) -> list[str]:
@@ -57,32 +57,24 @@ def _names(name: str, ranks: tuple[int, ...]) -> list[str]:
     return [f"{name}_{end}" for end in (("a_proj", "b_proj") if ranks else ("proj",))]
 
 
-def _split(config: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
-    f, z = (("..",) * len(ranks) + (".n",) for ranks in _ranks(config))
-    return dict(
-        q=".h", k=".h", v=".n", f=f, z=z, b=".n", conv=("h.", "h.", "n."), A_log="n", dt_bias="n.",
-        norm=".", out="n.", z_bias="n" if config.gate_bias else (),
-    )  # fmt: skip
-
-
-def _init(new: parameters.Initial, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
+    """Return the table of the weights.
 
     A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
     0.1, as in flash-linear-attention.
     """
-    q, k, v = c.channels
-    decay, gate = _ranks(c)
-    return KimiDeltaAttentionWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), f=new.factors(c.D, *decay, c.HV * c.K),
-        z=new.factors(c.D, *gate, v), b=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
-        A_log=new.log_decay(c.HV), dt_bias=new.step_bias(c.HV, c.K), norm=new.ones(c.V), out=new.matrix(v, c.D),
-        z_bias=jnp.zeros(v, new.dtype) if c.gate_bias else (),
+    v, (decay, gate) = c.HV * c.V, _ranks(c)
+    z = table.factors(_names("g", gate), ".n", c.D, *gate, v)
+    return dict(
+        **table.projections(c), f=table.factors(_names("f", decay), ".n", c.D, *decay, c.HV * c.K), z=z,
+        b=table.matrix("b_proj", ".n", c.D, c.HV), conv=table.convolutions(c), **table.rates(1.0, "n", c.HV, c.K),
+        norm=table.norm("o_norm", ".", c.V), out=table.matrix("o_proj", "n.", v, c.D),
+        z_bias=table.bias(z[-1]) if c.gate_bias else (),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> KimiDeltaAttentionWeights:
-    """Return the weights of a layer of a checkpoint, in its types, with A_log and dt_bias in float32.
+def _read(found: parameters.Checkpoint, weights: Any, c: config.KimiDeltaAttentionConfig) -> None:
+    """Give the arrays of a checkpoint the names of the table.
 
     The names are the names of Kimi-Linear and Kimi-K3, which have a rank, and of Ling 3.0, which has none, both as
     published and as transformers saves them; or those of flash-linear-attention. A_log may be [1, 1, HV, 1], and may be
@@ -90,40 +82,18 @@ def _load(found: parameters.Checkpoint, c: config.KimiDeltaAttentionConfig) -> K
     The projections q, k and v may be one matrix, "qkv_proj".
     """
     found.rename("forget_gate.", "")
-    found.rename("dense", "o_proj")
-    for (name, i), end in _OF_FLA.items():
-        found.rename(f"{name}_proj.{i}", f"{name}_{end}_proj")
-    v = c.channels[2]
-    decay, gate = _ranks(c)
-    return KimiDeltaAttentionWeights(
-        *found.matrices(("q", "k", "v"), c.D, c.channels),
-        f=found.factors(_names("f", decay), c.D, *decay, c.HV * c.K),
-        z=found.factors(_names("g", gate), c.D, *gate, v),
-        b=found.matrix("b_proj", c.D, c.HV), conv=found.convolutions(("q", "k", "v"), c.channels, c.W),
-        A_log=found.float32("A_log", c.HV, padded=True), dt_bias=found.float32("dt_bias", c.HV, c.K),
-        norm=found.read("o_norm", c.V), out=found.matrix("o_proj", v, c.D),
-        z_bias=found.read(f"{_names('g', gate)[-1]}.bias", v) if c.gate_bias else (),
-    )  # fmt: skip
+    found.names = _OF_LING if _OF_LING["o_proj"] in found else {}
+    for name, of_fla in _OF_FLA.items():
+        found.rename(of_fla, name)
+    A_log: Any = weights.A_log
+    found.parts["A_log"] = found.read("A_log", *A_log.shape, dims=False, padded=True)
 
 
-def _save(w: KimiDeltaAttentionWeights, c: config.KimiDeltaAttentionConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of Kimi-Linear, Kimi-K3, Ling 3.0 or GLM-5-next."""
-    ling = model.startswith("bailing")
-    matrices = {"q_proj": w.q, "k_proj": w.k, "v_proj": w.v, "b_proj": w.b, "dense" if ling else "o_proj": w.out}
-    decay, gate = _ranks(c)
-    for names, factors in ((_names("f", decay), w.f), (_names("g", gate), w.z)):
-        matrices |= dict(zip(names, factors, strict=True))
-    named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
-    named |= parameters.named_convolutions("qkv", w.conv)
-    named |= {f"{_names('g', gate)[-1]}.bias": w.z_bias} if c.gate_bias else {}
-    if model == "kda":
-        of_fla = {f"{name}_{end}_proj": f"{name}_proj.{i}" for (name, i), end in _OF_FLA.items()}
-        named = {
-            of_fla.get(name.partition(".")[0], name.partition(".")[0]) + name[name.index(".") :]: y
-            for name, y in named.items()
-        }
-    A_log = w.A_log.reshape(1, 1, -1, 1) if model.startswith("kimi") else w.A_log
-    return named | {"A_log": A_log, "dt_bias": w.dt_bias.reshape(-1), "o_norm.weight": w.norm}
+def _write(named: dict[str, Any], c: config.KimiDeltaAttentionConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint of Kimi-Linear, Kimi-K3, Ling 3.0 or GLM-5-next."""
+    if model.startswith("kimi"):
+        named["A_log"] = named["A_log"].reshape(1, 1, -1, 1)
+    return table.renamed(named, _OF_LING if model.startswith("bailing") else _OF_FLA if model == "kda" else {})
 
 
 def _mix(
@@ -155,6 +125,7 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _split, _init, _load, _save,
+    "kimi_delta_attention", config.KimiDeltaAttentionConfig, KimiDeltaAttentionWeights, _table,
     ("kimi_linear", "kimi_k3", "bailing_hybrid", "bailing_moe_v3", "bailing_moe_v3_vl", "glm5_next", "kda"), _mix,
+    _read, _write,
 )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from chunkwise.layers import caches, config
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import running
 from chunkwise.shared.call import checks, unknown_arguments
 from chunkwise.shared.kernels import chunking
@@ -188,12 +188,11 @@ class Definition(Generic[Config, Weights]):
       name: the name of the function over whole sequences.
       config: the class of its sizes.
       weights: the class of its weights.
-      split: returns how each of the weights is split over devices, in the letters of `division.Letters`.
-      init: returns random weights.
-      load: returns the weights of a checkpoint.
-      save: returns the arrays of a checkpoint, for weights that are arrays of numpy, and one of `models`.
+      tabulate: returns the table of the weights, which says their names, shapes, divisions and first numbers.
       models: types of models whose checkpoints have this layer.
       mix: returns the output for x [B, T, D], and the cache after its tokens.
+      read: gives the arrays of a checkpoint the names of the table, and divides arrays of several weights.
+      write: returns the arrays of a checkpoint of one of `models` from those with the names of the table.
       hands_on: the name of an argument of `mix` with values [B, T, HV, V] that it returns, too, for the next layers of
         a model; None for none.
     """
@@ -201,13 +200,20 @@ class Definition(Generic[Config, Weights]):
     name: str
     config: type[Config]
     weights: type[Weights]
-    split: Callable[[Config], dict[str, Any]]
-    init: Callable[[parameters.Initial, Config], Weights]
-    load: Callable[[parameters.Checkpoint, Config], Weights]
-    save: Callable[[Weights, Config, str], dict[str, Any]]
+    tabulate: Callable[[Config], dict[str, Any]]
     models: tuple[str, ...]
     mix: Callable[..., tuple[Any, ...]]
+    read: Callable[[parameters.Checkpoint, Any, Config], None] | None = None
+    write: Callable[[dict[str, Any], Config, str], dict[str, Any]] | None = None
     hands_on: str | None = None
+
+    def _each(self, config: Config, function: Callable[[table.Weight], Any]) -> Any:
+        """Return what a function makes of every weight, in their structure."""
+        return jax.tree.map(function, self.weights(**self.tabulate(config)))
+
+    def split(self, config: Config) -> Any:
+        """Return how each of the weights is split over devices, in the letters of `division.Letters`."""
+        return self._each(config, lambda x: x.letters)
 
     @functools.cached_property
     def over_sequences(self) -> OverSequences[Config, Weights]:
@@ -255,9 +261,11 @@ class Definition(Generic[Config, Weights]):
 
         def init(key, config, dtype=jnp.float32):
             self.config.check(config)
-            return self.init(parameters.Initial(key, dtype), config)
+            new = parameters.Initial(key, dtype)
+            return self._each(config, lambda x: x.init(new, *x.shape))
 
-        return self._named("init_", init, Init.__call__, self.init.__doc__)
+        first = "Return random weights of a layer that is to be trained."
+        return self._named("init_", init, Init.__call__, _continued(first, self.tabulate))
 
     @functools.cached_property
     def loaded_weights(self) -> Load[Config, Weights]:
@@ -265,12 +273,16 @@ class Definition(Generic[Config, Weights]):
 
         def load(named, config, prefix=""):
             self.config.check(config)
-            found = parameters.Checkpoint(named, prefix)
-            weights = self.load(found, config)
+            found, weights = parameters.Checkpoint(named, prefix), self._each(config, lambda x: x)
+            if self.read is not None:
+                self.read(found, weights, config)
+            table.divide(found, weights, {**table.QKV, **table.CONVOLUTIONS})
+            weights = jax.tree.map(lambda x: x.load(found), weights)
             found.end()
             return weights
 
-        return self._named("load_", load, Load.__call__, self.load.__doc__)
+        first = "Return the weights of a layer of a checkpoint, in its types, with numbers of heads in float32."
+        return self._named("load_", load, Load.__call__, _continued(first, self.read))
 
     @functools.cached_property
     def saved_weights(self) -> Save[Config, Weights]:
@@ -281,10 +293,13 @@ class Definition(Generic[Config, Weights]):
             parameters.check_weights(weights, self.random_weights, config)
             kind = self.models[0] if model is None else str(model).removesuffix("_text")
             checks.check(kind in self.models, f"`model` must be None or one of {self.models}; got {model!r}.")
-            found = self.save(jax.tree.map(np.asarray, weights), config, kind)
+            pairs = zip(jax.tree.leaves(self._each(config, lambda x: x)), jax.tree.leaves(weights), strict=True)
+            found = {x.name + x.end: x.save(np.asarray(y)) for x, y in pairs}
+            found = found if self.write is None else self.write(found, config, kind)
             return {prefix + name: np.ascontiguousarray(x) for name, x in found.items()}
 
-        return self._named("save_", save, Save.__call__, self.save.__doc__)
+        first = f"Return the arrays of a layer for a checkpoint of {', '.join(self.models)}."
+        return self._named("save_", save, Save.__call__, _continued(first, self.write))
 
     def _handed(self, function: Callable, others: dict[str, Any]) -> dict[str, Any]:
         """Return the argument that layers hand on; raise TypeError for arguments that a function does not have."""
@@ -326,6 +341,12 @@ class Definition(Generic[Config, Weights]):
             function.__annotations__ |= {self.hands_on: kind, "return": results}
         function.__signature__ = inspect.Signature(known, return_annotation=function.__annotations__["return"])
         return function
+
+
+def _continued(first: str, function: Callable | None) -> str:
+    """Return a documentation that begins with a line, and goes on as that of a function after its first paragraph."""
+    rest = inspect.cleandoc(getattr(function, "__doc__", None) or "").partition("\n\n")[2]
+    return f"{first}\n\n{rest}".strip()
 
 
 def _refuse(function: Callable, unknown: Mapping[str, Any]) -> None:

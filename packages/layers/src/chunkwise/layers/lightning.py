@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import mixing, norm, rotary, running
 from chunkwise.pipeline import chunk_simple_gla, ragged_simple_gla, recurrent_simple_gla
 from chunkwise.shared.call import checks
@@ -17,22 +16,17 @@ _OPERATORS = running.Operators(chunk_simple_gla, recurrent_simple_gla, ragged_si
 _MINIMAX, _BAILING, _SALA = "minimax", "bailing_moe_linear", "minicpm_sala"
 
 
-class _Names(NamedTuple):
-    """The names that a model has for weights of the layer."""
-
-    z: str
-    norm: str
-    out: str
-    qk_norm: tuple[str, ...] = ()
-
-
-_NAMES = {
-    _MINIMAX: _Names("output_gate", "norm", "out_proj"),
-    _BAILING: _Names("g_proj", "g_norm", "dense", ("query_layernorm", "key_layernorm")),
-    _SALA: _Names("z_proj", "o_norm", "o_proj", ("q_norm", "k_norm")),
-}
+# What models call the weights, where MiniCPM-SALA has other names.
+_NAMES: dict[str, dict[str, str]] = {
+    _MINIMAX: dict(z_proj="output_gate", o_norm="norm", o_proj="out_proj") | table.name_of_whole(table.QKV),
+    _BAILING: dict(
+        z_proj="g_proj", o_norm="g_norm", o_proj="dense", q_norm="query_layernorm", k_norm="key_layernorm"
+    ),
+    _SALA: {},
+}  # fmt: skip
 _NAMES["bailing_hybrid"] = _NAMES[_BAILING]
-_WITH_NORMS = tuple(model for model, names in _NAMES.items() if names.qk_norm)
+_WITH_NORMS = tuple(model for model in _NAMES if model != _MINIMAX)
+_WHOLE = {"query_key_value": table.QKV["qkv_proj"]}
 
 
 class LightningAttentionWeights(NamedTuple):
@@ -54,60 +48,44 @@ class LightningAttentionWeights(NamedTuple):
     qk_norm: tuple[jax.Array, ...] = ()
 
 
-def _split(c: config.LightningAttentionConfig) -> dict[str, Any]:
-    z, norm = ".n" if c.gate else (), () if c.groups is None else "n"
-    return dict(q=".h", k=".h", v=".n", z=z, norm=norm, out="n.", qk_norm=(".", ".") if c.qk_norm else ())
+def _table(c: config.LightningAttentionConfig) -> dict[str, Any]:
+    """Return the table of the weights, with the names of MiniCPM-SALA.
 
-
-def _init(new: parameters.Initial, c: config.LightningAttentionConfig) -> LightningAttentionWeights:
-    """Return random weights of a layer that is to be trained; a projection keeps the size of its input."""
-    q, v = c.H * c.K, c.HV * c.V
-    return LightningAttentionWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v) if c.gate else (),
-        norm=() if c.groups is None else new.ones(v), out=new.matrix(v, c.D),
-        qk_norm=(new.ones(c.K), new.ones(c.K)) if c.qk_norm else (),
+    A projection keeps the size of its input.
+    """
+    v = c.HV * c.V
+    return dict(
+        **table.projections(c), z=table.matrix("z_proj", ".n", c.D, v) if c.gate else (),
+        norm=() if c.groups is None else table.norm("o_norm", "n", v), out=table.matrix("o_proj", "n.", v, c.D),
+        qk_norm=tuple(table.norm(f"{x}_norm", ".", c.K) for x in "qk") if c.qk_norm else (),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.LightningAttentionConfig) -> LightningAttentionWeights:
-    """Return the weights of a layer of a checkpoint of MiniMax, Ling or MiniCPM-SALA, in its types; H = HV."""
+def _read(found: parameters.Checkpoint, weights: Any, c: config.LightningAttentionConfig) -> None:
+    """Give the arrays of a checkpoint the names of the table.
+
+    It is one of MiniMax, Ling or MiniCPM-SALA, with H = HV.
+    """
     # These programs save what the layer here computes from the config.
     found.ignore("slope_rate", "query_decay", "key_decay", "diagonal_decay", "slope")
-    model = _BAILING if "dense" in found else _SALA if "q_proj" in found else _MINIMAX
-    names, sizes, v = _NAMES[model], (c.K, c.K, c.V), c.HV * c.V
+    model = _BAILING if "dense" in found or "query_key_value" in found else _SALA if "q_proj" in found else _MINIMAX
+    found.names = _NAMES[model]
     if model == _MINIMAX:
         # The matrix has queries, keys and values of a head side by side.
-        parts = found.read("qkv_proj", c.H * sum(sizes), c.D).reshape(c.H, sum(sizes), c.D)
-        projections = [x.reshape(-1, c.D).T for x in parameters.split(parts, sizes, axis=1)]
-    elif "query_key_value" in found:
-        widths = [c.H * size for size in sizes]
-        projections = parameters.split(found.matrix("query_key_value", c.D, sum(widths)), widths)
-    else:
-        projections = [found.matrix(f"{name}_proj", c.D, c.H * n) for name, n in zip("qkv", sizes, strict=True)]
-    return LightningAttentionWeights(
-        *projections, z=found.matrix(names.z, c.D, v) if c.gate else (),
-        norm=() if c.groups is None else found.read(names.norm, v), out=found.matrix(names.out, v, c.D),
-        qk_norm=tuple(found.read(name, c.K) for name in names.qk_norm) if c.qk_norm else (),
-    )  # fmt: skip
+        table.divide(found, weights, table.QKV, c.H)
+    table.divide(found, weights, _WHOLE)
 
 
-def _save(w: LightningAttentionWeights, c: config.LightningAttentionConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of MiniMax, Ling or MiniCPM-SALA, all of which have H = HV."""
-    names, projections = _NAMES.get(model, _NAMES[_MINIMAX]), [x.T for x in (w.q, w.k, w.v)]
-    fits = bool(names.qk_norm) or not c.qk_norm
+def _write(named: dict[str, Any], c: config.LightningAttentionConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint of MiniMax, Ling or MiniCPM-SALA, all of which have H = HV."""
+    names = _NAMES.get(model, _NAMES[_MINIMAX])
+    fits = names is not _NAMES[_MINIMAX] or not c.qk_norm
     checks.check(fits, f"`model` must be one of {_WITH_NORMS}, as queries and keys have norms; got {model!r}.")
-    if model == _SALA:
-        named: dict[str, Any] = {f"{name}_proj.weight": x for name, x in zip("qkv", projections, strict=True)}
-    elif names.qk_norm:
-        named = {"query_key_value.weight": np.concatenate(projections)}
-    else:
-        parts = [x.reshape(c.H, -1, c.D) for x in projections]
-        named = {"qkv_proj.weight": np.concatenate(parts, axis=1).reshape(-1, c.D)}
-    named |= {f"{name}.weight": x for name, x in zip(names.qk_norm, w.qk_norm, strict=False)}
-    # An empty tuple is no weight.
-    named |= {f"{names.z}.weight": np.transpose(w.z)} if c.gate else {}
-    named |= {} if c.groups is None else {f"{names.norm}.weight": w.norm}
-    return named | {f"{names.out}.weight": w.out.T}
+    if names is _NAMES[_MINIMAX]:
+        named = table.joined(named, table.QKV, c.H)
+    elif model != _SALA:
+        named = table.joined(named, _WHOLE)
+    return table.renamed(named, names)
 
 
 def _decay(c: config.LightningAttentionConfig) -> jax.Array:
@@ -195,6 +173,6 @@ _MIXER = mixing.Mixer(_by_operators, _decodes, (mixing.PROJECTED, "n", "btn", "n
 
 
 LAYER = layer.Definition(
-    "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _split, _init, _load, _save,
-    ("minimax", "minimax_text_01", "minimax_m1", *_WITH_NORMS), _mix,
+    "lightning_attention", config.LightningAttentionConfig, LightningAttentionWeights, _table,
+    ("minimax", "minimax_text_01", "minimax_m1", *_WITH_NORMS), _mix, _read, _write,
 )  # fmt: skip

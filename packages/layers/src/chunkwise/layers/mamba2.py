@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import mixing, norm, running
 from chunkwise.pipeline import chunk_mamba2, ragged_mamba2, recurrent_mamba2
 from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
@@ -46,60 +45,45 @@ class Mamba2Weights(NamedTuple):
     out_bias: jax.Array | tuple[()] = ()
 
 
-def _split(config: config.Mamba2Config) -> dict[str, Any]:
-    return dict(
-        q=".h", k=".h", v=".n", z=".n", dt=".n", conv=("h.", "h.", "n."),
-        bias=("h", "h", "n") if config.conv_bias else (), A_log="n", dt_bias="n", skip="n",
-        norm=() if config.norm is None else "n", out="n.", in_bias=tuple("hhnnn") if config.in_bias else (),
-        out_bias="." if config.out_bias else (),
-    )  # fmt: skip
+# The arrays of several weights, in the order of a checkpoint: the gate, then x, B and C, which go through the
+# convolution, then the time step.
+_WHOLE: dict[str, tuple[str, ...]] = {"in_proj": ("z_proj", "v_proj", "k_proj", "q_proj", "dt_proj")}
+_WHOLE["conv1d"] = ("x_conv1d", "B_conv1d", "C_conv1d")
+_WHOLE |= {f"{name}.bias": tuple(f"{part}.bias" for part in parts) for name, parts in _WHOLE.items()}
 
 
-def _init(new: parameters.Initial, c: config.Mamba2Config) -> Mamba2Weights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.Mamba2Config) -> dict[str, Any]:
+    """Return the table of the weights.
 
     A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
     0.1, as in the mamba_ssm package.
     """
-    q, k, v = c.channels
-    return Mamba2Weights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, k), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
-        dt=new.matrix(c.D, c.HV), conv=tuple(new.convolution(n, c.W) for n in c.channels),
-        bias=tuple(jnp.zeros(n, new.dtype) for n in c.channels) if c.conv_bias else (), A_log=new.log_decay(c.HV),
-        dt_bias=new.step_bias(c.HV), skip=jnp.ones(c.HV, jnp.float32), norm=() if c.norm is None else new.ones(v),
-        out=new.matrix(v, c.D), in_bias=tuple(jnp.zeros(n, new.dtype) for n in (q, k, v, v, c.HV)) if c.in_bias else (),
-        out_bias=jnp.zeros(c.D, new.dtype) if c.out_bias else (),
+    v = c.HV * c.V
+    inside = table.projections(c) | dict(
+        z=table.matrix("z_proj", ".n", c.D, v), dt=table.matrix("dt_proj", ".n", c.D, c.HV)
+    )
+    conv = table.convolutions(c, _WHOLE["conv1d"][::-1])
+    return dict(
+        **inside, conv=conv, bias=tuple(map(table.bias, conv)) if c.conv_bias else (),
+        **table.rates(1.0, "n", c.HV), skip=table.ones("D", "n", c.HV),
+        norm=() if c.norm is None else table.norm("norm", "n", v), out=table.matrix("out_proj", "n.", v, c.D),
+        in_bias=tuple(map(table.bias, inside.values())) if c.in_bias else (),
+        out_bias=table.Weight("out_proj.bias", ".", (c.D,)) if c.out_bias else (),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.Mamba2Config) -> Mamba2Weights:
-    """Return the weights of a layer of a checkpoint, in its types, with A_log, dt_bias and D in float32."""
-    q, k, v = c.channels
-    # The order of a checkpoint: the gate, then x, B and C, which go through the convolution, then the time step.
-    sizes = v, v, k, q, c.HV
-    z, v_, k_, q_, dt = parameters.split(found.matrix("in_proj", c.D, sum(sizes)), sizes)
-    in_bias = parameters.split(found.read("in_proj.bias", sum(sizes)), sizes) if c.in_bias else ()
-    conv = found.convolutions(("x", "B", "C"), (v, k, q), c.W)
-    bias = tuple(parameters.split(found.read("conv1d.bias", v + k + q), (v, k, q))) if c.conv_bias else ()
-    return Mamba2Weights(
-        q_, k_, v_, z, dt, conv[::-1], bias[::-1], A_log=found.float32("A_log", c.HV),
-        dt_bias=found.float32("dt_bias", c.HV), skip=found.float32("D", c.HV),
-        norm=() if c.norm is None else found.read("norm", v), out=found.matrix("out_proj", v, c.D),
-        in_bias=tuple(in_bias[i] for i in (3, 2, 1, 0, 4)) if c.in_bias else (),
-        out_bias=found.read("out_proj.bias", c.D) if c.out_bias else (),
-    )  # fmt: skip
+def _read(found: parameters.Checkpoint, weights: Any, c: config.Mamba2Config) -> None:
+    """Divide the arrays of a checkpoint."""
+    found.names = table.name_of_whole(_WHOLE)
+    table.divide(found, weights, _WHOLE)
 
 
-def _save(w: Mamba2Weights, c: config.Mamba2Config, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint; all models with Mamba-2 have the same names."""
-    named: dict[str, Any] = {"A_log": w.A_log, "dt_bias": w.dt_bias, "D": w.skip, "out_proj.weight": w.out.T}
-    named["in_proj.weight"] = np.concatenate([x.T for x in (w.z, w.v, w.k, w.q, w.dt)])
-    named["conv1d.weight"] = np.concatenate(w.conv[::-1])[:, None]
-    if c.in_bias:
-        named["in_proj.bias"] = np.concatenate([w.in_bias[i] for i in (3, 2, 1, 0, 4)])
-    optional: dict[str, Any] = {"norm.weight": w.norm, "out_proj.bias": w.out_bias}
-    optional["conv1d.bias"] = np.concatenate(w.bias[::-1]) if c.conv_bias else ()
-    return named | {name: x for name, x in optional.items() if not isinstance(x, tuple)}
+def _write(named: dict[str, Any], c: config.Mamba2Config, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint.
+
+    All models with Mamba-2 have the same names.
+    """
+    return table.joined(named, _WHOLE)
 
 
 def _project(x, w: Mamba2Weights, c: config.Mamba2Config) -> list[jax.Array]:
@@ -190,6 +174,6 @@ _MIXER = mixing.Mixer(
 
 
 LAYER = layer.Definition(
-    "mamba2_mixer", config.Mamba2Config, Mamba2Weights, _split, _init, _load, _save,
-    ("mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"), _mix,
+    "mamba2_mixer", config.Mamba2Config, Mamba2Weights, _table,
+    ("mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1"), _mix, _read, _write,
 )  # fmt: skip

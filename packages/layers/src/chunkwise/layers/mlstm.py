@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_mlstm, recurrent_mlstm
 
@@ -41,49 +41,39 @@ class MlstmLayerWeights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: config.MlstmLayerConfig) -> dict[str, Any]:
-    return dict(q=".h", k=".h", v=".n", z=".n", i=".n", f=".n", i_bias="n", f_bias="n", norm="n", out="n.")
-
-
-def _init(new: parameters.Initial, c: config.MlstmLayerConfig) -> MlstmLayerWeights:
-    """Return random weights of a layer that is to be trained.
+def _table(c: config.MlstmLayerConfig) -> dict[str, Any]:
+    """Return the table of the weights.
 
     A projection keeps the size of its input. The projections of gates are zeros; input gates begin at -10, and forget
     gates rise from 3 to 6 over the heads, as in xLSTM.
     """
     q, v = c.H * c.K, c.HV * c.V
-    return MlstmLayerWeights(
-        q=new.matrix(c.D, q), k=new.matrix(c.D, q), v=new.matrix(c.D, v), z=new.matrix(c.D, v),
-        i=jnp.zeros((c.D, c.HV), new.dtype), f=jnp.zeros((c.D, c.HV), new.dtype),
-        i_bias=jnp.full(c.HV, -10.0, new.dtype), f_bias=jnp.linspace(3.0, 6.0, c.HV).astype(new.dtype),
-        norm=new.ones(v), out=new.matrix(v, c.D),
+    i, f = (table.Matrix(f"{name}_preact", ".n", (c.D, c.HV)) for name in ("igate", "fgate"))
+    rising = lambda new, n: jnp.linspace(3.0, 6.0, n).astype(new.dtype)
+    return dict(
+        q=table.matrix("q", ".h", c.D, q), k=table.matrix("k", ".h", c.D, q), v=table.matrix("v", ".n", c.D, v),
+        z=table.matrix("ogate_preact", ".n", c.D, v), i=i, f=f,
+        i_bias=table.bias(i, lambda new, n: new.full(n, value=-10.0)), f_bias=table.bias(f, rising),
+        norm=table.norm("multihead_norm", "n", v), out=table.matrix("out_proj", "n.", v, c.D),
     )  # fmt: skip
 
 
-def _load(found: parameters.Checkpoint, c: config.MlstmLayerConfig) -> MlstmLayerWeights:
-    """Return the weights of a layer of a checkpoint of xLSTM, in its types, whether its matrices are fused or not."""
-    q, v, gates = c.H * c.K, c.HV * c.V, ("igate_preact", "fgate_preact")
-    names = dict(q=q, k=q, v=v, ogate_preact=v)
-    if "qkv_opreact" in found:
-        matrices = parameters.split(found.matrix("qkv_opreact", c.D, 2 * q + 2 * v), [*names.values()])
-        projections = jnp.split(found.matrix("ifgate_preact", c.D, 2 * c.HV), 2, axis=1)
-        biases = jnp.split(found.read("ifgate_preact.bias", 2 * c.HV), 2)
-    else:
-        matrices = [found.matrix(name, c.D, n) for name, n in names.items()]
-        projections = [found.matrix(name, c.D, c.HV) for name in gates]
-        biases = [found.read(f"{name}.bias", c.HV) for name in gates]
-    return MlstmLayerWeights(
-        *matrices, *projections, *biases, norm=found.read("multihead_norm", v), out=found.matrix("out_proj", v, c.D)
-    )
+def _read(found: parameters.Checkpoint, weights: Any, c: config.MlstmLayerConfig) -> None:
+    """Divide the arrays of a checkpoint.
+
+    The matrices of xLSTM may be fused.
+    """
+    gates = "igate_preact", "fgate_preact"
+    whole = {"qkv_opreact": ("q", "k", "v", "ogate_preact"), "ifgate_preact": gates}
+    table.divide(found, weights, whole | {"ifgate_preact.bias": [f"{name}.bias" for name in gates]})
 
 
-def _save(w: MlstmLayerWeights, c: config.MlstmLayerConfig, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of xLSTM, whose `weight_mode` is "single"."""
-    matrices = dict(q=w.q, k=w.k, v=w.v, ogate_preact=w.z, igate_preact=w.i, fgate_preact=w.f, out_proj=w.out)
-    named: dict[str, Any] = {f"{name}.weight": x.T for name, x in matrices.items()}
-    return named | {
-        "igate_preact.bias": w.i_bias, "fgate_preact.bias": w.f_bias, "multihead_norm.weight": w.norm,
-    }  # fmt: skip
+def _write(named: dict[str, Any], c: config.MlstmLayerConfig, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint.
+
+    Its `weight_mode` is "single".
+    """
+    return named
 
 
 def _mix(
@@ -123,5 +113,5 @@ def _mix(
 
 
 LAYER = layer.Definition(
-    "mlstm_layer", config.MlstmLayerConfig, MlstmLayerWeights, _split, _init, _load, _save, ("xlstm",), _mix
+    "mlstm_layer", config.MlstmLayerConfig, MlstmLayerWeights, _table, ("xlstm",), _mix, _read, _write
 )

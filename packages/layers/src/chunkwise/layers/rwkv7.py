@@ -1,14 +1,16 @@
 """The attention of RWKV-7, the part of a block that mixes tokens."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkwise.layers import caches, config, layer
-from chunkwise.layers.checkpoint import parameters
+from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import mixing, norm, running
 from chunkwise.pipeline import chunk_dplr_delta_rule, ragged_dplr_delta_rule, recurrent_dplr_delta_rule
 from chunkwise.shared.call import checks
@@ -62,121 +64,92 @@ class Rwkv7AttentionWeights(NamedTuple):
     out: jax.Array
 
 
-def _split(config: _Config) -> dict[str, Any]:
-    later = config.R_first is not None
-    return dict(
-        mix="..", r=".h", k=".h", v=".n", decay=("..", ".h"), decay_bias="h", rate=("..", ".h"), rate_bias="h",
-        first=("..", ".n") if later else (), first_bias="n" if later else (), gate=("..", ".n"), k_k="h", k_a="h",
-        r_k="h.", norm="n", norm_bias="n", out="n.",
-    )  # fmt: skip
+class _Row(table.Weight):
+    """A row of numbers, of which checkpoints differ in dimensions of size 1."""
+
+    def load(self, found: parameters.Checkpoint) -> jax.Array:
+        """Return it from a checkpoint."""
+        return found.read(self.name, *self.shape, dims=False)
+
+    def save(self, x: np.ndarray) -> np.ndarray:
+        """Return it in the layout of a released file."""
+        return x[None, None]
 
 
-def _init(new: parameters.Initial, c: _Config) -> Rwkv7AttentionWeights:
-    """Return random weights of a layer that is to be trained, in the manner of RWKV-7's authors.
+def _table(c: _Config) -> dict[str, Any]:
+    """Return the table of the weights, with the names of released files.
 
-    Matrices keep the size of their input, but that of keys makes a tenth of it. The first factors of the other
-    projections are zeros. Biases, decays and mixtures rise over the channels, as in the middle of a model: the authors
-    change them from layer to layer, and begin with zeros in the place of `out`.
+    Values are in the manner of RWKV-7's authors. Matrices keep the size of their input, but that of keys makes a tenth
+    of it. The first factors of the other projections are zeros. Biases, decays and mixtures rise over the channels, as
+    in the middle of a model: the authors change them from layer to layer, and begin with zeros in the place of `out`.
     """
-    HK, HVV = c.H * c.K, c.HV * c.V
+    HK, HVV, later = c.H * c.K, c.HV * c.V, c.R_first is not None
     rising = lambda n: jnp.arange(n, dtype=jnp.float32) / max(n - 1, 1)
-    wide, zigzag = rising(HK), jnp.tile(2 * rising(c.K) - 1, c.H)
-    zigzag = zigzag * abs(zigzag)
-    exponents = jnp.array([0.2, 0.9, 0.7, 0.7, 0.9, 0.2], jnp.float32) / 2
-    channels = jnp.arange(c.D, dtype=jnp.float32) / c.D
-    narrow = lambda x: x.astype(new.dtype)
-    factors = lambda R, columns: (jnp.zeros((c.D, R), new.dtype), narrow(0.1 * new.matrix(R, columns)))
-    later = c.R_first is not None
-    return Rwkv7AttentionWeights(
-        mix=narrow(1 - channels[None] ** exponents[:, None]), r=new.matrix(c.D, HK),
-        k=narrow(0.1 * new.matrix(c.D, HK)), v=new.matrix(c.D, HVV), decay=factors(c.R_decay, HK),
-        decay_bias=narrow(6 * wide ** (1 + 0.5**0.3) - 5.5 + 2.5 * zigzag), rate=factors(c.R_rate, HK),
-        rate_bias=narrow(0.3 * zigzag + 0.4 * wide - 0.39), first=factors(c.R_first, HVV) if later else (),
-        first_bias=narrow(0.93 - 0.4 * rising(HVV)) if later else (),
-        gate=factors(c.R_gate, HVV), k_k=narrow(0.76 - 0.1 * wide), k_a=jnp.full(HK, 1.02, new.dtype),
-        r_k=jnp.full((c.H, c.K), -0.04, new.dtype), norm=jnp.full(HVV, 0.5**0.7, new.dtype),
-        norm_bias=jnp.zeros(HVV, new.dtype), out=new.matrix(HVV, c.D),
+    signed = lambda x: x * abs(x)
+    zigzag = lambda: signed(jnp.tile(2 * rising(c.K) - 1, c.H))
+    small = lambda new, *shape: (0.1 * new.matrix(*shape)).astype(new.dtype)
+    equal = lambda value: functools.partial(parameters.Initial.full, value=value)
+
+    def mixtures(new, parts, D):
+        exponents = jnp.array([0.2, 0.9, 0.7, 0.7, 0.9, 0.2], jnp.float32) / 2
+        channels = jnp.arange(D, dtype=jnp.float32) / D
+        return (1 - channels[None] ** exponents[:, None]).astype(new.dtype)
+
+    def row(name, letters, size, of):
+        return _Row(name, letters, (size,), lambda new, n: of(rising(n)).astype(new.dtype))
+
+    def factors(letter, letters, R, columns):
+        return table.Weight(f"{letter}1", "..", (c.D, R)), table.Weight(f"{letter}2", letters, (R, columns), small)
+
+    return dict(
+        mix=_Row("x_x", "..", (len(_MIXED), c.D), mixtures), r=table.matrix("receptance", ".h", c.D, HK),
+        k=table.Matrix("key", ".h", (c.D, HK), small), v=table.matrix("value", ".n", c.D, HVV),
+        decay=factors("w", ".h", c.R_decay, HK),
+        decay_bias=row("w0", "h", HK, lambda x: 6 * x ** (1 + 0.5**0.3) - 5.5 + 2.5 * zigzag()),
+        rate=factors("a", ".h", c.R_rate, HK),
+        rate_bias=row("a0", "h", HK, lambda x: 0.3 * zigzag() + 0.4 * x - 0.39),
+        first=factors("v", ".n", c.R_first, HVV) if later else (),
+        first_bias=row("v0", "n", HVV, lambda x: 0.93 - 0.4 * x) if later else (),
+        gate=factors("g", ".n", c.R_gate, HVV), k_k=row("k_k", "h", HK, lambda x: 0.76 - 0.1 * x),
+        k_a=_Row("k_a", "h", (HK,), equal(1.02)), r_k=table.Weight("r_k", "h.", (c.H, c.K), equal(-0.04)),
+        norm=table.Norm("ln_x", "n", (HVV,), equal(0.5**0.7)), norm_bias=table.Weight("ln_x.bias", "n", (HVV,)),
+        out=table.matrix("output", "n.", HVV, c.D),
     )  # fmt: skip
 
 
-class _Layout(NamedTuple):
-    """What a checkpoint calls its arrays.
-
-    Attributes:
-      matrices: r, k, v and out, which are transposed.
-      norm: the norm.
-      factors, bias: two factors and a bias, with a letter for what they make.
-      torch: whether factors are transposed, and named as weights.
-    """
-
-    matrices: tuple[str, str, str, str]
-    norm: str
-    factors: tuple[str, str]
-    bias: str
-    torch: bool
+# What flash-linear-attention calls the weights, and the letters of the projections of low rank, with a bias or without.
+_FLA = dict(receptance="r_proj", key="k_proj", value="v_proj", output="o_proj", ln_x="g_norm")
+_FLA |= {f"{x}{i}": f"{x}_lora.lora.{end}" for x in "wavg" for i, end in enumerate(("2.bias", "0", "2"))}
 
 
-_LORA = "{}_lora.lora."
-_FLA = _Layout(
-    ("r_proj", "k_proj", "v_proj", "o_proj"), "g_norm", (f"{_LORA}0", f"{_LORA}2"), f"{_LORA}2.bias", torch=True
-)
-_RELEASED = _Layout(("receptance", "key", "value", "output"), "ln_x", ("{}1", "{}2"), "{}0", torch=False)
-
-
-def _load(found: parameters.Checkpoint, c: _Config) -> Rwkv7AttentionWeights:
-    """Return the weights of a layer of a checkpoint, in its types.
+def _read(found: parameters.Checkpoint, weights: Any, c: _Config) -> None:
+    """Give the arrays of a checkpoint the names of the table.
 
     The checkpoint is a released file of RWKV-7, one of transformers, or one of flash-linear-attention, whose first
     version is read, too.
     """
-    HK, HVV = c.H * c.K, c.HV * c.V
-    layout = _RELEASED if "receptance" in found else _FLA
-    read = found.matrix if layout.torch else found.read
-    vector = lambda name, size: found.read(name, size, dims=False)
-    bias = lambda letter, size: vector(layout.bias.format(letter), size)
-
-    def factors(letter: str, R: int, columns: int) -> tuple[jax.Array, ...]:
-        low, up = (name.format(letter) for name in layout.factors)
-        return read(low, c.D, R), read(up, R, columns)
-
-    if "x_x" in found:
-        mix = found.read("x_x", len(_MIXED), c.D, dims=False)
-    else:
-        mix = jnp.stack([vector(f"x_{name}", c.D) for name in _MIXED])
-    first, first_bias = (), ()
-    if c.R_first is not None:
-        first, first_bias = factors("v", c.R_first, HVV), bias("v", HVV)
-    elif not layout.torch:
+    if "receptance" not in found:
+        found.names = _FLA
+        for x in jax.tree.leaves((weights.decay, weights.rate, weights.first, weights.gate)):
+            found.parts[x.name] = found.read(x.name, *x.shape[::-1]).T
+    elif c.R_first is None:
         # Released files, and transformers, may have them in the first layer, which does not read them.
         found.ignore("v0", "v1", "v2")
-    r, k, v, out = layout.matrices
-    return Rwkv7AttentionWeights(
-        mix, r=found.matrix(r, c.D, HK), k=found.matrix(k, c.D, HK), v=found.matrix(v, c.D, HVV),
-        decay=factors("w", c.R_decay, HK), decay_bias=bias("w", HK), rate=factors("a", c.R_rate, HK),
-        rate_bias=bias("a", HK), first=first, first_bias=first_bias, gate=factors("g", c.R_gate, HVV),
-        k_k=vector("k_k", HK), k_a=vector("k_a", HK), r_k=found.read("r_k", c.H, c.K),
-        norm=found.read(layout.norm, HVV), norm_bias=found.read(f"{layout.norm}.bias", HVV),
-        out=found.matrix(out, HVV, c.D),
-    )  # fmt: skip
+    if "x_x" not in found:
+        found.parts["x_x"] = jnp.stack([found.read(f"x_{name}", c.D, dims=False) for name in _MIXED])
 
 
-def _save(w: Rwkv7AttentionWeights, c: _Config, model: str) -> dict[str, Any]:
-    """Return the arrays of a layer for a checkpoint of transformers, "rwkv7", or for a released file, "rwkv_x070".
+def _write(named: dict[str, Any], c: _Config, model: str) -> dict[str, Any]:
+    """Return the arrays of a checkpoint of transformers, "rwkv7", or of a released file, "rwkv_x070".
 
     They have the same names of arrays; those of flash-linear-attention, "rwkv7_fla", differ.
     """
-    layout = _FLA if model == "rwkv7_fla" else _RELEASED
-    row = lambda x: x if layout.torch else x[None, None]
-    named: dict[str, Any] = {f"x_{letter}": x[None, None] for letter, x in zip(_MIXED, w.mix, strict=True)}
-    named |= {"k_k": row(w.k_k), "k_a": row(w.k_a), "r_k": w.r_k}
-    named |= {f"{name}.weight": x.T for name, x in zip(layout.matrices, (w.r, w.k, w.v, w.out), strict=True)}
-    named |= {f"{layout.norm}.weight": w.norm, f"{layout.norm}.bias": w.norm_bias}
-    for letter, factors in dict(w=w.decay, a=w.rate, v=w.first, g=w.gate).items():
-        names = (name.format(letter) for name in layout.factors[: len(factors)])
-        for name, x in zip(names, factors, strict=True):
-            named |= {f"{name}.weight": x.T} if layout.torch else {name: x}
-    biases = dict(w=w.decay_bias, a=w.rate_bias) | (dict(v=w.first_bias) if w.first else {})
-    return named | {layout.bias.format(letter): row(x) for letter, x in biases.items()}
+    mix = named.pop("x_x")[0, 0]
+    if model == "rwkv7_fla":
+        factors = {name: x for name, x in named.items() if name in _FLA and name[-1] in "12"}
+        rows = {name: x.reshape(-1) if x.ndim == 3 else x for name, x in named.items() if name not in factors}
+        named = table.renamed(rows | {f"{name}.weight": x.T for name, x in factors.items()}, _FLA)
+    return named | {f"x_{letter}": x[None, None] for letter, x in zip(_MIXED, mix, strict=True)}
 
 
 def _check_first(v_first: object, c: _Config, x: jax.Array) -> None:
@@ -299,8 +272,8 @@ class _OverStep(Protocol):
 
 
 LAYER = layer.Definition(
-    "rwkv7_attention", config.Rwkv7AttentionConfig, Rwkv7AttentionWeights, _split, _init, _load, _save,
-    ("rwkv7", "rwkv_x070", "rwkv7_fla"), _mix, "v_first",
+    "rwkv7_attention", config.Rwkv7AttentionConfig, Rwkv7AttentionWeights, _table, ("rwkv7", "rwkv_x070", "rwkv7_fla"),
+    _mix, _read, _write, "v_first",
 )  # fmt: skip
 rwkv7_attention = cast(_OverSequences, LAYER.over_sequences)
 ragged_rwkv7_attention = cast(_OverStep, LAYER.over_step)

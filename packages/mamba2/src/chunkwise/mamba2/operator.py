@@ -16,7 +16,7 @@ from jax import lax
 
 from chunkwise.fused_gla import config
 from chunkwise.fused_gla import operator as gla
-from chunkwise.shared.call import checks, configs, signature
+from chunkwise.shared.call import arguments, checks, configs, signature
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.kernels import chunking
@@ -34,26 +34,21 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     dt, A = step_sizes(named, valid), jnp.asarray(named["A"], jnp.float32)
     skip = None if named["D"] is None else jnp.asarray(named["D"], jnp.float32)
     skip = skip if skip is None or skip.ndim == 2 else jnp.broadcast_to(skip[:, None], x.v.shape[2:])
-    x, z = x._replace(g=A[None, None] * dt), named["z"]
+    x, z = x._replace(g=A[None, None] * dt, skip=skip), named["z"]
     if form == "ragged" or (form == "chunk" and _fused(x, options, implementation)):
         # The gradient passes the maximum: the kernels have that of a log, which is as small as the weight.
         weight = dt + lax.stop_gradient(jnp.maximum(dt, LEAST_WEIGHT) - dt)
-        x = x._replace(log_weight=jnp.log(weight), skip=skip)
-        o, state = getattr(OPERATOR, form)(x, options, implementation)
+        o, state = getattr(OPERATOR, form)(x._replace(log_weight=jnp.log(weight)), options, implementation)
     else:
-        values = chunking.select_tokens(valid, jnp.asarray(x.v)).astype(jnp.float32)
-        weighted = _as(x.v, dt[..., None] * values)
-        o, state = getattr(OPERATOR, form)(x._replace(v=weighted), options, implementation)
-        if skip is not None:
-            o = _as(x.v, o.astype(jnp.float32) + skip[None, None] * values)
+        weighted, with_skip = arguments.weigh(x._replace(v=jnp.asarray(x.v)), dt, valid)
+        o, state = getattr(OPERATOR, form)(weighted, options, implementation)
+        o = o if skip is None else with_skip(o)
     if z is not None:
-        gate = jax.nn.silu(chunking.select_tokens(valid, jnp.asarray(z)).astype(jnp.float32))
-        o = _as(x.v, o.astype(jnp.float32) * gate)
+        # Of z by head XLA would turn whole arrays around for the gradients of projections.
+        flat = lambda y: y.reshape(*y.shape[:2], -1).astype(jnp.float32)
+        gated = flat(o) * jax.nn.silu(flat(chunking.select_tokens(valid, jnp.asarray(z))))
+        o = gated.reshape(o.shape).astype(o.dtype)
     return o, state
-
-
-def _as(like: jax.Array, o: jax.Array) -> jax.Array:
-    return o.astype(like.dtype)
 
 
 # Functions of the arguments of a call by name.

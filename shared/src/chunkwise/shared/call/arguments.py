@@ -177,10 +177,18 @@ def fold_weights(x: Arguments) -> tuple[Arguments, Callable[[jax.Array], jax.Arr
     """
     if x.log_weight is None:
         return x, lambda o: o
-    v = chunking.select_tokens(chunking.valid_tokens(x.cu_seqlens, None, x.v.shape[1]), x.v).astype(jnp.float32)
+    valid = chunking.valid_tokens(x.cu_seqlens, None, x.v.shape[1])
+    return weigh(x._replace(log_weight=None), jnp.exp(x.log_weight), valid)
+
+
+def weigh(
+    x: Arguments, weight: jax.Array, valid: jax.Array | None
+) -> tuple[Arguments, Callable[[jax.Array], jax.Array]]:  # fmt: skip
+    """Do the same as `fold_weights` for weights [B, T, HV] and the tokens that are `valid`."""
+    v = chunking.select_tokens(valid, x.v).astype(jnp.float32)
     own = 0.0 if x.skip is None else x.skip[None, None] * v
-    weighted = (jnp.exp(x.log_weight)[..., None] * v).astype(x.v.dtype)
-    return x._replace(v=weighted, log_weight=None, skip=None), lambda o: (o.astype(jnp.float32) + own).astype(o.dtype)
+    weighted = (weight[..., None] * v).astype(x.v.dtype)
+    return x._replace(v=weighted, skip=None), lambda o: (o.astype(jnp.float32) + own).astype(o.dtype)
 
 
 def total_gate(x: Arguments) -> jax.Array:

@@ -188,10 +188,16 @@ def _is_array(value) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
 
 
+def _kind(value) -> str:
+    """Return the type and the shape of an array, or the type of another value."""
+    array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return f"{value.dtype} {tuple(value.shape)}" if array else type(value).__name__
+
+
 def shown(value) -> str:
     """Return a value as an error message shows it: an array, traced or not, by its type and shape."""
     if _is_array(value):
-        return f"an array {value.dtype} {tuple(value.shape)}"
+        return f"an array {_kind(value)}"
     return f"a {type(value).__name__} with arrays" if any(map(_is_array, jax.tree.leaves(value))) else repr(value)
 
 
@@ -277,12 +283,8 @@ def _check_typed(name: str, x, shape: tuple[int, ...], dtype) -> None:
         return
     check_library(name, x)
     x = as_int32(x)
-    array = hasattr(x, "shape") and hasattr(x, "dtype")
-    check(
-        array and tuple(x.shape) == shape and x.dtype == dtype,
-        f"`{name}` must be {jnp.dtype(dtype).name} of shape {shape}; got "
-        f"{f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
-    )
+    fits = tuple(getattr(x, "shape", ())) == shape and getattr(x, "dtype", None) == dtype
+    check(fits, f"`{name}` must be {jnp.dtype(dtype).name} of shape {shape}; got {_kind(x)}.")
 
 
 def check_segment_ids(segment_ids, B: int, T: int, cu_seqlens) -> None:
@@ -329,11 +331,8 @@ def check_array_of_slots(name: str, x) -> Any:
     """Return an array of one dimension as int32, checked."""
     check_library(name, x)
     x = as_int32(x)
-    array = hasattr(x, "shape") and hasattr(x, "dtype")
-    check(
-        array and len(x.shape) == 1 and x.dtype == jnp.int32,
-        f"`{name}` must be int32 of shape [n]; got {f'{x.dtype} {tuple(x.shape)}' if array else type(x).__name__}.",
-    )
+    one = len(getattr(x, "shape", ())) == 1 and getattr(x, "dtype", None) == jnp.int32
+    check(one, f"`{name}` must be int32 of shape [n]; got {_kind(x)}.")
     return x
 
 
@@ -376,12 +375,9 @@ def check_step_types(slots, N: int, block_size, chunk_size=None) -> None:
         check_chunk_size(chunk_size)
     indices, name = as_int32(slots.state_indices), "state_indices"
     check_library(name, indices)
-    array = hasattr(indices, "shape") and hasattr(indices, "dtype")
-    fits = array and indices.ndim in (1, 2) and indices.shape[0] == N and all(indices.shape)
-    got = f"{indices.dtype} {tuple(indices.shape)}" if array else type(indices).__name__
-    check(
-        fits and indices.dtype == jnp.int32, f"`{name}` must be int32 of shape [N] or [N, W] with N = {N}; got {got}."
-    )
+    shape: tuple[int, ...] = getattr(indices, "shape", ())
+    fits = len(shape) in (1, 2) and shape[0] == N and all(shape) and getattr(indices, "dtype", None) == jnp.int32
+    check(fits, f"`{name}` must be int32 of shape [N] or [N, W] with N = {N}; got {_kind(indices)}.")
     _check_typed("has_initial_state", slots.has_initial_state, (N,), bool)
     _check_typed("read_indices", slots.read_indices, (N,), jnp.int32)
     _check_typed("num_accepted_tokens", slots.num_accepted_tokens, (N,), jnp.int32)

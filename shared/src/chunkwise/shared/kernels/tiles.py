@@ -92,9 +92,9 @@ def sum_groups(x: jax.Array, heads: int) -> jax.Array:
     return jnp.sum(x.reshape(NC, heads, HV // heads, *tail), axis=2)
 
 
-def l2norm(x: jax.Array) -> jax.Array:
-    """Return x * rsqrt(sum x^2 + 1e-6) over the last axis, computed in the type of x."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+def l2norm(x: jax.Array, sum_of=lambda x: jnp.sum(x, axis=-1, keepdims=True)) -> jax.Array:
+    """Return x * rsqrt(sum x^2 + 1e-6), computed in the type of x; `sum_of` returns the sums of heads."""
+    return x * lax.rsqrt(sum_of(x * x) + 1e-6)
 
 
 def unit_keys(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:

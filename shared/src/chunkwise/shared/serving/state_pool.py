@@ -44,9 +44,9 @@ class StatePool(NamedTuple):
     the jitted serving step, which returns a pool of the same kind. HV = H R: value head n belongs to key head n // R.
 
     Attributes:
-      states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8. Where K is 64 and
-        V no multiple of 128, those of two heads fill the 128 lanes of a TPU without a ring or int8: [slots, HV / 2, 1,
-        V, 2 K], where `shape` is as before.
+      states: the states that were written last [slots, HV, K, V], float32, bfloat16, float16 or int8. Where K and V are
+        64, those of two heads fill the 128 lanes of a TPU without a ring or int8: [slots, HV / 2, 1, V, 2 K], where
+        `shape` is as before.
       scales: float32 [slots, HV, K], the factors of the rows of int8 states; None for other types.
       keys: [slots, L, H, K], the keys of the tokens in the ring. Without a ring this and all fields below are None.
       writes: [slots, L, R, H, V], the values that the tokens in the ring wrote. Keys and writes are float32 in a

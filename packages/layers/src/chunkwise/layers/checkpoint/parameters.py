@@ -2,10 +2,9 @@
 
 import difflib
 import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,10 +39,6 @@ class Initial:
         """Return a projection of variance 1 / rows, so that its output is as large as its input."""
         return (jax.random.normal(self._next(), (rows, columns), jnp.float32) * rows**-0.5).astype(self.dtype)
 
-    def factors(self, *sizes: int) -> tuple[jax.Array, ...]:
-        """Return the projections whose product leads from the first of these sizes to the last one."""
-        return tuple(self.matrix(*pair) for pair in itertools.pairwise(sizes))
-
     def convolution(self, channels: int, W: int) -> jax.Array:
         """Return the weights of a convolution, uniform up to W ** -0.5."""
         return self.uniform((channels, W), -(W**-0.5), W**-0.5).astype(self.dtype)
@@ -61,9 +56,9 @@ class Initial:
         step = jnp.exp(self.uniform(shape, np.log(least), np.log(most)))
         return step + jnp.log(-jnp.expm1(-step))
 
-    def ones(self, *shape: int) -> jax.Array:
-        """Return ones, in the type of the weights."""
-        return jnp.ones(shape, self.dtype)
+    def full(self, *shape: int, value: float = 0.0) -> jax.Array:
+        """Return a number in all places, in the type of the weights."""
+        return jnp.full(shape, value, self.dtype)
 
 
 def check_input(x, config, run: running.Run) -> None:
@@ -125,9 +120,10 @@ def split(x: jax.Array, sizes: Sequence[int], axis: int = -1) -> list[jax.Array]
     return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
 
 
-def named_convolutions(names: str, weights: Iterable[Any]) -> dict[str, Any]:
-    """Return the weights [channels, W] of convolutions as `Checkpoint.convolutions` reads them, one name each."""
-    return {f"{name}_conv1d.weight": x[:, None] for name, x in zip(names, weights, strict=True)}
+def called(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a weight where the parts of names before a dot are others."""
+    first, dot, rest = name.partition(".")
+    return names.get(first, first) + dot + rest
 
 
 class Checkpoint:
@@ -149,6 +145,9 @@ class Checkpoint:
         self.full = {name.removeprefix(prefix).removesuffix(".weight"): name for name in names}
         # The names that are still to be read. An array of a file is in memory once it has been read.
         self.left = dict(self.full)
+        # The names that the checkpoint has for weights, and the weights that it has as parts of an array.
+        self.names: dict[str, str] = {}
+        self.parts: dict[str, jax.Array] = {}
         if not names:
             starts = {name[: match.end()]: name[: match.end()] for name in named for match in re.finditer(r"\.", name)}
             raise ValueError(f"`named` must have names that start with {prefix!r}; got none{_near(prefix, starts)}.")
@@ -164,18 +163,18 @@ class Checkpoint:
         self.left = {name: x for name, x in self.left.items() if name not in names}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.left
+        return name in self.parts or called(name, self.names) in self.left
 
     def read(self, name: str, *shape: int, dims: bool = True, padded: bool = False) -> jax.Array:
         """Return an array of floating numbers, which must have this shape.
 
         Without `dims` it must only have as many entries. With `padded`, zeros may follow them.
         """
+        known, part, name = name in self, self.parts.pop(name, None), called(name, self.names)
         full = self.prefix + name
-        known = name in self.left
         either = f"{full!r} or {full + '.weight'!r}"
         checks.check(known, f"`named` must have {either}; got neither{'' if known else _near(name, self.full)}.")
-        x = jnp.asarray(self.arrays[self.left.pop(name)])
+        x = jnp.asarray(self.arrays[self.left.pop(name)]) if part is None else part
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         checks.check(floating, f"`named` must have {full!r} of floating numbers, or with its scales; got {x.dtype}.")
         if padded and x.size > math.prod(shape):
@@ -185,43 +184,10 @@ class Checkpoint:
         checks.check(fits, f"`named` must have {full!r} of shape {shape}, as `config` asks for; got {x.shape}.")
         return x.reshape(shape)
 
-    def matrix(self, name: str, rows: int, columns: int) -> jax.Array:
-        """Return a projection [columns, rows] as [rows, columns]."""
-        return self.read(name, columns, rows).T
-
-    def factors(self, names: Sequence[str], *sizes: int) -> tuple[jax.Array, ...]:
-        """Return the projections of these names, whose product leads from the first of these sizes to the last one."""
-        return tuple(self.matrix(name, *pair) for name, pair in zip(names, itertools.pairwise(sizes), strict=True))
-
-    def convolutions(self, names: tuple[str, ...], channels: tuple[int, ...], W: int) -> tuple[jax.Array, ...]:
-        """Return the weights of convolutions, which are under one name each, or all under "conv1d"."""
-        if "conv1d" in self:
-            whole = self.read("conv1d", sum(channels), 1, W)[:, 0]
-            return tuple(split(whole, channels, axis=0))
-        rows, whole, n = self._rows(f"{names[0]}_conv1d"), sum(channels), len(channels)
-        # transformers saves three parts of what OLMo-hybrid has, as torch.chunk makes them, whatever channels are
-        # queries, keys and values: only the last one may be smaller.
-        part = -(-whole // n)
-        chunked = rows == part and (n - 1) * part < whole
-        saved = (*(part,) * (n - 1), whole - (n - 1) * part) if chunked else channels
-        parts = [self.read(f"{name}_conv1d", n, 1, W)[:, 0] for name, n in zip(names, saved, strict=True)]
-        return tuple(parts if saved == channels else split(jnp.concatenate(parts), channels, axis=0))
-
-    def _rows(self, name: str) -> int | None:
+    def rows(self, name: str) -> int | None:
         """Return the first dimension of an array that is still to be read; None if there is no such array."""
-        shape = jnp.shape(self.arrays[self.left[name]]) if name in self else ()
+        shape = jnp.shape(self.arrays[self.left[name]]) if name in self.left else ()
         return shape[0] if shape else None
-
-    def matrices(self, names: tuple[str, ...], rows: int, columns: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """Return projections, which are under one name each, or all in one matrix, such as "qkv_proj"."""
-        fused = f"{''.join(names)}_proj"
-        if fused in self:
-            return tuple(split(self.matrix(fused, rows, sum(columns)), columns))
-        return tuple(self.matrix(f"{name}_proj", rows, n) for name, n in zip(names, columns, strict=True))
-
-    def float32(self, name: str, *shape: int, padded: bool = False) -> jax.Array:
-        """Return an array in float32, reshaped, because checkpoints differ in dimensions of size 1."""
-        return self.read(name, *shape, dims=False, padded=padded).astype(jnp.float32)
 
     def end(self) -> None:
         """Check that every name was read."""

@@ -73,7 +73,7 @@ def shardings(
     found = LAYERS[type(config)]
     conv: Any = config.conv_letters
     cache = caches.Cache(conv, config.state_letters)
-    return Shardings(*jax.tree.map(letters.spec, (found.weights(**found.split(config)), "bt.", cache, "btn.")))
+    return Shardings(*jax.tree.map(letters.spec, (found.split(config), "bt.", cache, "btn.")))
 
 
 def place(weights: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:

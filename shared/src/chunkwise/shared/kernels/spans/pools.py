@@ -49,7 +49,7 @@ def lies_in_pairs(HV: int, K: int, V: int) -> bool:
 
     Alone they would take twice their bytes.
     """
-    return HV % 2 == 0 and K == 64 and V % 128 != 0 and V % 16 == 0
+    return HV % 2 == 0 and K == V == 64
 
 
 def as_they_lie(pool: jax.Array) -> jax.Array:

@@ -198,7 +198,7 @@ def _run_tokens(refs: DecodeRefs, s: DecodeStatic, i, starts) -> None:
     if refs.pools.conv:
         store("conv")
     if s.normalise:
-        q, k = [tiles.l2norm(x) for x in q], [tiles.l2norm(x) for x in k]
+        q, k = ([tiles.l2norm(x, functools.partial(tile.sum_of_head, s=s)) for x in heads] for heads in (q, k))
     q = [x * jnp.float32(s.scale) for x in q]
     gates, steps = _gates(refs, s)
     written = v if steps is None else [tile.over_lanes(x, s) * y for x, y in zip(steps, v, strict=True)]
@@ -278,7 +278,7 @@ def _finishes_last(refs: DecodeRefs, s: DecodeStatic) -> bool:
 
     Narrow heads are many, so that a grid step takes few sequences.
     """
-    return s.paired and s.V == packed.LANES and s.norm_heads == 1 and not refs.work.w and refs.tokens.z is not None
+    return s.paired and s.norm_heads == 1 and not refs.work.w and refs.tokens.z is not None
 
 
 def _finish_pairs(refs: DecodeRefs, s: DecodeStatic) -> None:
@@ -328,8 +328,7 @@ def _echo_keys(refs: DecodeRefs, s: DecodeStatic) -> list[list[jax.Array]]:
     """Return the keys that write what erase keys read, a list of one [m, K] for every key head, or nothing."""
     if refs.tokens.echo is None:
         return []
-    first = refs.lanes["echo"].start
-    return [[refs.tokens.rows[:, at : at + s.K] for at in range(first, first + s.H * s.K, s.K)]]
+    return [_key_heads(refs.tokens.rows[:, refs.lanes["echo"]], s)]
 
 
 def _update_states(refs: DecodeRefs, s: DecodeStatic, b, keys, decays) -> None:
@@ -384,11 +383,25 @@ def _store_tokens(buffer: jax.Ref, s: DecodeStatic, b, heads: list[jax.Array]) -
 
 def _by_head(refs: DecodeRefs, s: DecodeStatic, b) -> list[list[jax.Array]]:
     """Return queries, keys and values of every head after the convolution, [m, K] or [m, V] each."""
-    arrays, sizes = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))], ((s.H, s.K), (s.H, s.K), (s.HV, s.V))
+    arrays = [_channels(refs, s, b, j) for j in range(len(refs.tokens.x))]
     if len(arrays) == 1:
-        ends = [0, s.H * s.K, 2 * s.H * s.K, arrays[0].shape[1]]
-        arrays = [arrays[0][:, begin:end] for begin, end in itertools.pairwise(ends)]
-    return [[x[:, i * D : (i + 1) * D] for i in range(heads)] for x, (heads, D) in zip(arrays, sizes, strict=True)]
+        keys = (arrays[0].shape[1] - s.HV * s.V) // 2
+        arrays = [arrays[0][:, begin:end] for begin, end in itertools.pairwise([0, keys, 2 * keys, arrays[0].shape[1]])]
+    q, k, v = arrays
+    return [_key_heads(q, s), _key_heads(k, s), _cut(v, s.V)]
+
+
+def _cut(x: jax.Array, size: int) -> list[jax.Array]:
+    return [x[:, at : at + size] for at in range(0, x.shape[1], size)]
+
+
+def _key_heads(x: jax.Array, s: DecodeStatic) -> list[jax.Array]:
+    """Return queries or keys [m, H K] of every key head of the launch, [m, K]; for two heads in one their own ones."""
+    if not s.paired or x.shape[1] == s.H * s.K:
+        return _cut(x, s.K)
+    heads = _cut(x, s.K // 2)
+    of_value = [heads[h * len(heads) // (2 * s.HV)] for h in range(2 * s.HV)]
+    return [jnp.concatenate(pair, axis=1) for pair in zip(of_value[::2], of_value[1::2], strict=True)]
 
 
 def _channels(refs: DecodeRefs, s: DecodeStatic, b, j: int) -> jax.Array:

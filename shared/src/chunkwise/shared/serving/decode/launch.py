@@ -38,9 +38,6 @@ _RING_SLOTS = 2**14
 
 def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | None:
     """Return how many sequences a grid step takes, None if the kernel does not take these sizes and types."""
-    if pool.paired and x.static.H < x.static.HV and x.weight:
-        # Keys that several value heads share come from the convolution.
-        return None
     s, states = _static_of_pool(x, pool), pool.states
     x = x._replace(static=s)
     heads = MOST_HEADS if s.decode_tokens == 1 else _MOST_HEADS_OF_DRAFTS
@@ -50,8 +47,6 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     if pool.replay and (x.echo is not None or not _takes_rings(x, pool)):
         return None
     width, outputs, T = x.lanes, packed.pad_lanes(s.HV * s.V), _rows(x, N)
-    if s.paired:
-        width += sum(s.HV * s.K - y.shape[1] for y in x.x[:2])
     constants = jax.eval_shape(lambda: x.constants)
     # Tokens have input blocks and a float32 copy; outputs have a float32 buffer and output blocks.
     fixed = T * (width * (4 + x.x[0].dtype.itemsize) + outputs * (4 + 2 * x.x[0].dtype.itemsize))
@@ -79,19 +74,8 @@ def _state_bytes(s: DecodeStatic, dtype) -> int:
     return packed.round_up(rows, 32 // dtype.itemsize) * packed.pad_lanes(lanes) * dtype.itemsize
 
 
-def _of_pool(x: Decodes, pool: StatePool) -> Decodes:
-    """Return decodes as the kernel takes them over a pool: where its states lie transposed, with fewer, wider heads."""
-    s = x.static
-    if pool.paired and s.H < s.HV:
-        # Every value head gets a key of its own.
-        heads = lambda y: jnp.repeat(y.reshape(len(y), s.H, s.K), s.group, axis=1).reshape(len(y), -1)
-        q, k, v = x.x
-        x = x._replace(x=(heads(q), heads(k), v), echo=None if x.echo is None else heads(x.echo))
-    return x._replace(static=_static_of_pool(x, pool))
-
-
 def _static_of_pool(x: Decodes, pool: StatePool) -> DecodeStatic:
-    """Return the static description of `_of_pool`.
+    """Return the static description of decodes over a pool: where its states lie transposed, with fewer, wider heads.
 
     The value heads of a key head lie side by side, because one product reads the states of all of them, unless each of
     them reads by a row of its own.
@@ -190,7 +174,7 @@ def launch(
     n, T = sequences_a_step(x, conv, pool, N), _rows(x, N)
     if n is None:
         return _launch_in_parts(x, pool, cu_seqlens, slots)
-    x = _of_pool(x, pool)
+    x = x._replace(static=_static_of_pool(x, pool))
     s, grid_steps, rows = x.static, -(-N // n), s.HV * s.V
     count = lambda y: jnp.reshape(jnp.asarray(y, jnp.int32), (1,))
     tables: dict[str, Any] = dict(
