@@ -30,7 +30,10 @@ GDN_BACKEND, KDA_BACKEND, LIGHTNING_BACKEND = (
     f"sgl_jax.srt.layers.attention.linear.{name}_backend" for name in ("gdn", "kda", "lightning")
 )
 REPLACED = {
-    maxtext: {"maxtext.models.qwen3": ("jax_chunk_gated_delta_rule", "jax_ar_gated_delta_rule")},
+    maxtext: {
+        "maxtext.models.qwen3": ("jax_chunk_gated_delta_rule", "jax_ar_gated_delta_rule"),
+        "maxtext.models.qwen3.Qwen3NextGatedDeltaNet": ("__call__",),
+    },
     levanter: {"levanter.layers.gated_deltanet": ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")},
     sglang_jax: {
         GDN_BACKEND: (

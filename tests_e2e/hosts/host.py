@@ -162,27 +162,27 @@ def trained(theirs: dict, ours: dict) -> dict:
 
 
 def count_calls(
-    module: types.ModuleType, name: str, calls: collections.Counter, about: Callable[[dict], str] = lambda options: ""
+    where: types.ModuleType | type, name: str, calls: collections.Counter, key: Callable[[dict], str] | None = None
 ) -> None:
-    """Count the calls of a function that a module knows by a name, to see that a host comes to it.
+    """Count the calls of a function that a module or a class knows by a name, to see that a host comes to it.
 
     Args:
-      module: of chunkwise.
+      where: of chunkwise, or of a host in which chunkwise is.
       name: of the function.
-      calls: where they are counted, by the name and what `about` adds to it.
-      about: makes a text of the options of a call.
+      calls: where they are counted.
+      key: makes the text for them of the options of a call; the name unless it is there.
     """
-    function = getattr(module, name)
+    function = getattr(where, name)
 
     @functools.wraps(function)
     def counted(*arguments, **options):
-        calls[name + about(options)] += 1
+        calls[key(options) if key else name] += 1
         return function(*arguments, **options)
 
-    setattr(module, name, counted)
+    setattr(where, name, counted)
 
 
 def count_places(put_back: replacing.PutBack, calls: collections.Counter) -> None:
-    """Count the calls of all that an installation has replaced, by its names in the host."""
+    """Count the calls of all that an installation has replaced, by its whole names in the host."""
     for place in put_back.places:
-        count_calls(place.where, place.name, calls)
+        count_calls(place.where, place.name, calls, lambda options, place=place: place.label)

@@ -207,12 +207,13 @@ def main(o: Options, result: Path) -> None:
     mend_for_cpus()
     calls, places, replaced = collections.Counter(), collections.Counter(), []
     for name in ("ragged_gated_delta_rule", "ragged_kda", "ragged_simple_gla"):
-        count_calls(operators, name, calls, lambda step: ", decode" if step["num_decodes"] else ", prefill")
+        key = lambda step, name=name: f"{name}, {'decode' if step['num_decodes'] else 'prefill'}"
+        count_calls(operators, name, calls, key)
     if o.ours:
         put_back = sglang_jax.install()
         if not o.processes:  # where a process would have to be sent what counts
             count_places(put_back, places)
-        replaced = [place.name for place in put_back.places]
+        replaced = [place.label for place in put_back.places]
     from sgl_jax.srt.entrypoints import engine as entry
 
     if o.processes:

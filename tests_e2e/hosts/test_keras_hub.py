@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from keras_hub.models import Qwen3_5Backbone, Qwen3_5CausalLM, Qwen3_5MoeBackbone
+from keras_hub.models import Qwen3_5Backbone, Qwen3_5CausalLM, Qwen3_5MoeBackbone, Qwen3_5MoeCausalLM
 from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as seam
 
 from chunkwise.integrations import keras_hub
@@ -25,6 +25,12 @@ SIZES = dict(
     num_key_value_heads=1, head_dim=32, hidden_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
     linear_key_head_dim=16, linear_value_head_dim=16, dtype="float32",
 )  # fmt: skip
+MODELS = {
+    Qwen3_5CausalLM: lambda: Qwen3_5Backbone(**SIZES, intermediate_dim=32),
+    Qwen3_5MoeCausalLM: lambda: Qwen3_5MoeBackbone(
+        **SIZES, moe_intermediate_dim=16, shared_expert_intermediate_size=16, num_experts=2, top_k=1
+    ),
+}
 
 
 @contextlib.contextmanager
@@ -68,10 +74,10 @@ def test_padding_of_one_token():
     np.testing.assert_array_equal(after[1], state[1])
 
 
-def make_model():
+def make_model(kind=Qwen3_5CausalLM):
     """Return a language model with random weights whose layers remember for many tokens."""
     keras.utils.set_random_seed(0)
-    model = Qwen3_5CausalLM(Qwen3_5Backbone(**SIZES, intermediate_dim=32), preprocessor=None)
+    model = kind(MODELS[kind](), preprocessor=None)
     for weight in model.weights:
         if weight.name == "dt_bias":
             weight.assign(weight * 0 - 4)
@@ -125,7 +131,8 @@ def continued(model, prompt: range) -> list[int]:
     return text[len(prompt) :]
 
 
-def test_answers():
+@pytest.mark.parametrize("kind", MODELS)
+def test_answers(kind):
     """They are those of the model without caches, whatever room there is, and beside a shorter prompt.
 
     In keras-hub alone the room, which is padding when a prompt is read, changes them.
@@ -135,14 +142,14 @@ def test_answers():
         with in_place(ours) as put_back:
             if ours:
                 count_places(put_back, calls)
-            model = make_model()
+            model = make_model(kind)
             model.compile(sampler="greedy")
             answers[ours] = [generate(model, length, prompts[0]) for length in (18, 60)]
             if ours:
                 answers["together"] = generate(model, 18, *prompts)
                 answers["whole"] = [continued(model, prompt) for prompt in prompts]
     print(f"\n{answers}")
-    assert calls.keys() == {place.name for place in put_back.places}
+    assert calls.keys() == {place.label for place in put_back.places if place.where not in {*MODELS} - {kind}}
     assert answers[True] == [answers["whole"][:1]] * 2
     assert answers["together"] == answers["whole"]
     assert answers[False][0] != answers[False][1]
@@ -150,13 +157,12 @@ def test_answers():
 
 def test_experts():
     """Qwen3.5-MoE has the same layer."""
-    sizes = dict(moe_intermediate_dim=16, shared_expert_intermediate_size=16, num_experts=2, top_k=1)
     x = dict(token_ids=np.arange(20)[None], padding_mask=np.ones((1, 20), "int32"))
     found = []
     for ours in (False, True):
         with in_place(ours):
             keras.utils.set_random_seed(0)
-            found.append(np.asarray(Qwen3_5MoeBackbone(**SIZES, **sizes)(x)))
+            found.append(np.asarray(MODELS[Qwen3_5MoeCausalLM]()(x)))
     assert 0 < np.abs(found[0] - found[1]).max() < 1e-4
 
 

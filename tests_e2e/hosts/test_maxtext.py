@@ -1,6 +1,6 @@
 """Ours beside MaxText's own functions, out of its wheel: `nox -s host-maxtext`."""
 
-import ast
+import collections
 import functools
 import os
 import types
@@ -16,7 +16,7 @@ from chunkwise.integrations import maxtext
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
 from chunkwise.shared.testing import oracle
 from chunkwise.shared.testing.compare import assert_close, error
-from tests_e2e.hosts.host import beside, module_of, on_v6e, parts_of, path_of, put
+from tests_e2e.hosts.host import beside, count_places, module_of, on_v6e, parts_of, path_of, put
 
 _MODES = dict(MODEL_MODE_TRAIN="train", MODEL_MODE_AUTOREGRESSIVE="autoregressive")
 _KNOWN = dict(
@@ -102,24 +102,6 @@ def test_temporaries_on_v6e():
     assert found["ours"] < found["theirs"]
 
 
-# The settings that MaxText's layer reads. One of them makes it pass by our functions, and ours refuses that one.
-SETTINGS = """
-    debug_sharding dtype emb_dim gdn_chunk_size gdn_conv_kernel_dim gdn_key_head_dim gdn_mamba_block_size
-    gdn_num_key_heads gdn_num_value_heads gdn_value_head_dim matmul_precision max_prefill_predict_length
-    max_target_length normalization_layer_epsilon shard_mode use_gdn_kernel use_qk_norm_in_gdn weight_dtype
-""".split()  # noqa: SIM905
-
-
-def test_no_other_way():
-    """A version whose layer reads another setting may have another way than our functions: look at it first."""
-    named = lambda x, name: getattr(x, "name", "") == name
-    (layer,) = (x for x in ast.walk(ast.parse(_QWEN3.read_text())) if named(x, "Qwen3NextGatedDeltaNet"))
-    attributes = [x for x in ast.walk(layer) if isinstance(x, ast.Attribute)]
-    read = {x.attr for x in attributes if ast.unparse(x.value).endswith(("cfg", "config"))}
-    assert read
-    assert read <= set(SETTINGS)
-
-
 CONFIG = GatedDeltaNetConfig(D=24, H=2, HV=4, K=16, V=8)
 
 
@@ -169,6 +151,30 @@ def test_the_whole_layer():
     for name, run in runs.items():
         for ours, reference in zip(both(run), want, strict=True):
             assert_close(name, ours, np.asarray(reference, np.float64), 1e-5)
+
+
+def test_the_layer_calls_all_that_is_replaced():
+    """It reads a prompt, and then a token."""
+    qwen3 = types.ModuleType("qwen3")
+    theirs, x = layer(THEIRS, qwen3), jax.random.normal(jax.random.key(1), (2, 40, CONFIG.D))
+    put({"maxtext.models.qwen3": qwen3})
+    c, calls = CONFIG, collections.Counter()
+
+    def run():
+        states = [jnp.zeros((2, c.HV, c.K, c.V)), jnp.zeros((2, c.W - 1, 2 * c.H * c.K + c.HV * c.V))]
+        update = functools.partial(states.__setitem__, slice(None))
+        cache = types.SimpleNamespace(get_gdn_states=lambda: states, update_gdn_states=lambda *new: update(new))
+        steps = (x[:, :-1], "prefill"), (x[:, -1:], "autoregressive")
+        return [theirs(*step, cache)[0] for step in steps], states
+
+    want = run()
+    put_back = maxtext.install()
+    count_places(put_back, calls)
+    found = run()
+    put_back()
+    assert calls.keys() == {place.label for place in put_back.places}
+    for ours, reference in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+        assert_close("result or state", ours, np.asarray(reference, np.float64), 1e-5)
 
 
 def test_the_layer_keeps_documents_apart():

@@ -4,6 +4,7 @@
 of plain JAX stand beside ours.
 """
 
+import collections
 import functools
 import sys
 import types
@@ -21,7 +22,7 @@ from benchmarks.step import MIXTURES
 from chunkwise.command.models import Layer
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, load, module_of, on_v6e, path_of, run_whole
+from tests_e2e.hosts.host import beside, count_places, load, module_of, on_v6e, path_of, run_whole
 from tests_e2e.hosts.tpu_inference_bundles import load_kernel
 
 # Before the first computation of the process.
@@ -53,16 +54,25 @@ class Backends:
         cls.__members__[name] = types.SimpleNamespace(name=name, get_path=lambda: path)
 
 
+@functools.cache
+def attention():
+    """Return tpu-inference's backends, and what asks them for a kernel; vLLM and a part of tpu-inference stand in."""
+    of, path = types.SimpleNamespace, "tpu_inference.layers.common."
+    registry, lazy = of(AttentionBackendEnum=Backends), of(is_in_ray_actor=lambda: False)
+    around = {"envs": of(), "ray.lazy_utils": lazy, "v1.attention.backends.registry": registry}
+    around = {f"vllm.{name}": module for name, module in around.items()} | {"tpu_inference.envs": of()}
+    backends = load("tpu-inference", f"{path}attention_backend", around)
+    names, utils = (
+        of(ATTN_DATA="data", ATTN_HEAD="model"),
+        of(get_mesh_shape_product=lambda mesh, axis: mesh.shape[axis]),
+    )
+    around = {f"{path}sharding": of(ShardingAxisName=names), "tpu_inference.utils": utils}
+    return backends, load("tpu-inference", f"{path}gdn_attention", around)
+
+
 def test_the_backend_is_registered():
     """The entry point as vLLM calls it, more than once, with tpu-inference's own registration."""
-    envs, lazy, registry = types.ModuleType("envs"), types.ModuleType("lazy_utils"), types.ModuleType("registry")
-    lazy.is_in_ray_actor, registry.AttentionBackendEnum = lambda: False, Backends
-    path = "tpu_inference.layers.common.attention_backend"
-    replaced = {
-        "vllm.envs": envs, "vllm.ray.lazy_utils": lazy, "vllm.v1.attention.backends.registry": registry,
-        "tpu_inference.envs": envs,
-    }  # fmt: skip
-    host = load("tpu-inference", path, replaced)
+    host, _ = attention()
     sys.modules["tpu_inference"].__spec__ = types.SimpleNamespace(name="tpu_inference")
     (plugin,) = (x for x in metadata.entry_points(group="vllm.general_plugins") if x.name == "chunkwise")
     for _ in range(2):
@@ -79,24 +89,14 @@ def test_the_backend_is_registered():
 
 
 def test_over_devices():
-    """tpu-inference divides requests and heads by a `shard_map`, and every device has its own slots and boundaries."""
-    path, names = "tpu_inference.layers.common.", types.ModuleType("sharding")
-    names.ShardingAxisName = types.SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model")
-    utils, backends = types.ModuleType("utils"), types.ModuleType("attention_backend")
-    utils.get_mesh_shape_product = lambda mesh, axis: mesh.shape[axis]
-    backends.Conv1dGDNKernel = backends.GDNLinearAttentionBackend = None
-    module = load(
-        "tpu-inference",
-        f"{path}gdn_attention",
-        {f"{path}sharding": names, f"{path}attention_backend": backends, "tpu_inference.utils": utils},
-    )
+    """tpu-inference divides requests and heads by a `shard_map`, and calls ours for slots of every device's own."""
+    _, module = attention()
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     # The same step with other numbers on each device: the whole has twice its heads and twice its requests.
     (x, sizes), parts = step((1, 1, 7, 12), 2), {}
-    for i in range(2):
-        for j in range(2):
-            change = lambda y, i=i, j=j: y * (1 + i + 2 * j) if jnp.issubdtype(y.dtype, jnp.floating) else y
-            parts[i, j] = jax.tree.map(change, x)
+    for i, j in np.ndindex(2, 2):
+        change = lambda y, i=i, j=j: y * (1 + i + 2 * j) if jnp.issubdtype(y.dtype, jnp.floating) else y
+        parts[i, j] = jax.tree.map(change, x)
     by_heads = dict.fromkeys(("qkv", "b", "a"), 1) | dict(conv_state=2, recurrent_state=1)
     weights = ("conv_weight", "a_log", "dt_bias")
 
@@ -113,10 +113,13 @@ def test_over_devices():
     )  # fmt: skip
     arrays = [None if name == "conv_bias" else whole(name) for name in order]
     run = lambda *arrays: module.run_jax_gdn_attention(
-        *arrays, 2 * sizes["n_kq"], 2 * sizes["n_v"], sizes["d_k"], sizes["d_v"], W, mesh,
-        conv1d_gdn_kernel=tpu_inference.fused_conv1d_gdn,
+        *arrays, 2 * sizes["n_kq"], 2 * sizes["n_v"], sizes["d_k"], sizes["d_v"], W, mesh
     )  # fmt: skip
+    put_back, calls = tpu_inference.install(), collections.Counter()
+    count_places(put_back, calls)
     (conv, state), out = jax.jit(run)(*arrays)
+    put_back()
+    assert calls.keys() == {place.label for place in put_back.places}
     alone = jax.jit(functools.partial(tpu_inference.fused_conv1d_gdn, kernel_size=W, **sizes))
     for (i, j), part in parts.items():
         (want_conv, want_state), want = alone(**part | {name: x[name] for name in weights})

@@ -8,7 +8,6 @@ import inspect
 import re
 import subprocess
 import sys
-import types
 from importlib import metadata
 
 import jax
@@ -79,28 +78,19 @@ def test_install(replaced):
     assert now() == theirs
 
 
-def test_maxtext_refuses_its_own_kernel(monkeypatch):
-    """A config with a kernel of MaxText's would pass by our functions; without it the layer calls them."""
-    (path,), names = REPLACED[maxtext], REPLACED[maxtext]["maxtext.models.qwen3"]
-    with_functions(monkeypatch, path, names)
-    lines = (
-        "class Qwen3NextGatedDeltaNet:",
-        "def __call__(self, x):",
-        "return x if self.config.use_gdn_kernel else {0}()",
-    )
-    exec(f"{lines[0]}\n {lines[1]}\n  {lines[2].format(names[0])}", vars(sys.modules[path]))
-    layer = sys.modules[path].Qwen3NextGatedDeltaNet()
-    theirs = type(layer).__call__
+@pytest.mark.parametrize("replaced", [maxtext], indirect=True)
+def test_maxtext_refuses_another_way(replaced):
+    """A setting with which MaxText's layer passes by our functions is an error, whatever its name; vLLM is none."""
+    (path, name), *_ = replaced[1]
+    layer, ours = sys.modules[path].Qwen3NextGatedDeltaNet(), lambda: getattr(sys.modules[path], name)()
     put_back = maxtext.install()
-    maxtext.install()()
-    layer.config = types.SimpleNamespace(use_gdn_kernel=True)
-    with pytest.raises(ValueError, match="`use_gdn_kernel` must be False where chunkwise is installed; got True"):
-        layer(1)
-    layer.config.use_gdn_kernel = False
+    with pytest.raises(ValueError, match="layer must call chunkwise; got another way, as by `use_gdn_kernel`"):
+        layer(lambda: 1)
     with pytest.raises(TypeError, match=r"jax_chunk_gated_delta_rule\(\) missing"):
-        layer(1)
+        layer(ours)
+    assert layer(lambda: 1, attention_metadata=()) == 1
     put_back()
-    assert type(layer).__call__ is theirs
+    assert layer(lambda: 1) == 1
 
 
 SEAM = "levanter.layers.gated_deltanet"
@@ -205,6 +195,7 @@ def test_install_compares_methods(monkeypatch):
     Wrong.__module__ = Wrong.step.__module__ = "chunkwise.wrong"
     with pytest.raises(TypeError, match=r"Host.step takes \(self, q, k\) in this version of the host; got \(self, k"):
         replacing.replace(place._replace(value=Wrong))
+    exec("def run(host): host.step()", vars(sys.modules[SEAM]))
     with pytest.raises(TypeError, match=r"Host.step takes"):
         replacing.replace(replacing.Place(Host, "step", Wrong.step))
 
@@ -241,10 +232,15 @@ def test_tpu_inference_registers(monkeypatch):
 
 
 def test_tpu_inference_install(monkeypatch):
-    """The backend that is the default gives ours, until it is put back."""
+    """The backend that is the default gives ours, until it is put back, if the host's attention asks the backend."""
+    path = "tpu_inference.layers.common."
     default = type("GDNLinearAttentionBackend", (), {"conv1d_gdn_kernel": lambda self: None})
-    path = "tpu_inference.layers.common.attention_backend"
-    stand_in(monkeypatch, path, GDNLinearAttentionBackend=default)
+    default.__module__ = f"{path}attention_backend"
+    stand_in(monkeypatch, f"{path}attention_backend", GDNLinearAttentionBackend=default)
+    stand_in(monkeypatch, f"{path}gdn_attention")
+    with pytest.raises(AttributeError, match="conv1d_gdn_kernel must be read where it is replaced; nothing reads it"):
+        tpu_inference.install()
+    exec("def run(backend): backend.conv1d_gdn_kernel()", vars(sys.modules[f"{path}gdn_attention"]))
     put_back = tpu_inference.install()
     assert default().conv1d_gdn_kernel() is tpu_inference.fused_conv1d_gdn
     put_back()

@@ -73,21 +73,23 @@ def replace(*places: Place) -> PutBack:
 
 
 def _check_read(place: Place, old: object) -> None:
-    """Check that somebody reads a name of a module, and nobody a copy: a function knows names of its own module alone.
+    """Check that somebody reads a name of a host, and nobody a copy: a function knows names of its own module alone.
 
-    A module that only passes names of another module on has no such function, and defines nothing.
+    A module that only passes names of another module on has no such function, and defines nothing. A method is read
+    anywhere in the host, and Python itself reads one such as `__call__`.
     """
-    if not isinstance(place.where, types.ModuleType):
-        return
-    here = getattr(old, "__module__", None) == place.where.__name__
-    host = place.where.__name__.partition(".")[0]
-    for name, module in [*sys.modules.items()] if here else ():
-        copied = getattr(module, place.name, None) is old and module is not place.where
-        if copied and name.partition(".")[0] == host and reads(module, place.name):
-            raise AttributeError(
-                f"{place.label} must be replaced before other modules import it; {name} has, and reads what it got."
-            )
-    if not ((place.imported and here) or (not place.imported and reads(place.where, place.name))):
+    where, name, method = place.where, place.name, isinstance(place.where, type)
+    home = where.__module__ if method else where.__name__
+    host, here = home.partition(".")[0], getattr(old, "__module__", None) == home
+    found = here if place.imported else name.startswith("__") or (not isinstance(where, type) and reads(where, name))
+    others = {x: m for x, m in sys.modules.copy().items() if x.partition(".")[0] == host and m not in (where, None)}
+    known = lambda m: (method or (here and getattr(m, name, None) is old)) and reads(m, name)
+    reader = None if method and found else next((x for x, m in others.items() if known(m)), None)
+    if reader and not method:
+        raise AttributeError(
+            f"{place.label} must be replaced before other modules import it; {reader} has, and reads what it got."
+        )
+    if not (found or reader):
         raise AttributeError(
             f"{place.label} must be read where it is replaced; nothing reads it there in this version of the host, "
             f"where it may have moved."

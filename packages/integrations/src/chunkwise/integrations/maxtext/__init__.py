@@ -1,6 +1,5 @@
 """The gated delta rule in MaxText's signatures, and the weights of its Qwen3-Next layer."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from chunkwise.integrations.maxtext.called import CALLS, must_call
 from chunkwise.integrations.maxtext.weights import load_qwen3_next, save_qwen3_next
-from chunkwise.integrations.replacing import Place, PutBack, reads, replace
+from chunkwise.integrations.replacing import Place, PutBack, replace
 from chunkwise.pipeline import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from chunkwise.shared.call import checks
 
 __all__ = ["install", "jax_ar_gated_delta_rule", "jax_chunk_gated_delta_rule", "load_qwen3_next", "save_qwen3_next"]
 
@@ -20,8 +19,8 @@ def install(documents: bool = False) -> PutBack:
     """Make MaxText's Qwen3-Next and Qwen3.5 compute the gated delta rule by chunkwise; return a function to undo this.
 
     MaxText has no setting for this, so two functions of `maxtext.models.qwen3` are replaced. Models that are traced
-    afterwards use chunkwise. With `use_gdn_kernel` of newer versions, MaxText would run a kernel of its own instead of
-    these functions: its layer raises a ValueError then.
+    afterwards use chunkwise. Newer versions have settings, such as `use_gdn_kernel`, with which the layer runs a kernel
+    of MaxText's instead of these functions: the call of the layer raises a ValueError then.
 
     Args:
       documents: whether the documents of a packed row are kept apart in training. MaxText's layer passes the state, and
@@ -30,37 +29,16 @@ def install(documents: bool = False) -> PutBack:
     """
     from maxtext.models import qwen3
 
-    places = [
-        Place(qwen3, "jax_chunk_gated_delta_rule", jax_chunk_gated_delta_rule),
-        Place(qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
-    ]
+    call = must_call(qwen3.Qwen3NextGatedDeltaNet.__call__)
     if documents:
         from chunkwise.integrations.maxtext import layer
 
-        places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", layer.over_documents))
-    elif reads(qwen3, _KERNEL):
-        theirs = qwen3.Qwen3NextGatedDeltaNet.__call__
-        places.append(Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", _without_kernel(theirs)))
-    return replace(*places)
-
-
-# The setting with which newer versions of MaxText run a kernel of their own.
-_KERNEL = "use_gdn_kernel"
-
-
-def _without_kernel(theirs: Callable) -> Callable:
-    """Return the call of MaxText's layer, which refuses a config whose kernel takes the place of our functions."""
-    if theirs.__module__ == __name__:
-        return theirs
-
-    @functools.wraps(theirs)
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        asked = getattr(self.config, _KERNEL, False)
-        checks.check(not asked, f"`{_KERNEL}` must be False where chunkwise is installed; got {asked!r}.")
-        return theirs(self, *arguments, **options)
-
-    call.__module__ = __name__
-    return call
+        call = layer.over_documents
+    return replace(
+        Place(qwen3, "jax_chunk_gated_delta_rule", jax_chunk_gated_delta_rule),
+        Place(qwen3, "jax_ar_gated_delta_rule", jax_ar_gated_delta_rule),
+        Place(qwen3.Qwen3NextGatedDeltaNet, "__call__", call),
+    )
 
 
 def jax_chunk_gated_delta_rule(
@@ -89,13 +67,13 @@ def jax_chunk_gated_delta_rule(
     Returns:
       o [B, S, HV, V] in the type of `query`, and the final state in `compute_dtype`, None without an initial one.
     """
-    q, k, v, b = (x.astype(compute_dtype) for x in (query, key, value, beta))
-    o, state = chunk_gated_delta_rule(
-        q, k, v, g, b, initial_state=initial_state, output_final_state=initial_state is not None,
-        use_qk_l2norm_in_kernel=use_qk_norm_in_gdn, chunk_size=chunk_size, context_axis=cp_axis,
-        segment_ids=None if segment_ids is None else segment_ids.astype(jnp.int32) - 1, implementation=implementation,
+    o, state = _run(
+        chunk_gated_delta_rule, compute_dtype, query, key, value, g, beta, initial_state=initial_state,
+        output_final_state=initial_state is not None, use_qk_l2norm_in_kernel=use_qk_norm_in_gdn,
+        chunk_size=chunk_size, context_axis=cp_axis, implementation=implementation,
+        segment_ids=None if segment_ids is None else segment_ids.astype(jnp.int32) - 1,
     )  # fmt: skip
-    return o.astype(query.dtype), None if state is None else state.astype(compute_dtype)
+    return o, None if state is None else state.astype(compute_dtype)
 
 
 def jax_ar_gated_delta_rule(
@@ -109,10 +87,14 @@ def jax_ar_gated_delta_rule(
     Returns:
       o [B, 1, HV, V] in the type of `query`, and the state after the token [B, HV, K, V], float32.
     """
-    q, k, v, b = (x.astype(compute_dtype) for x in (query, key, value, beta))
-    o, state = recurrent_gated_delta_rule(
-        q, k, v, g, b, initial_state=initial_state, output_final_state=True,
-        use_qk_l2norm_in_kernel=use_qk_norm_in_gdn,
+    return _run(
+        recurrent_gated_delta_rule, compute_dtype, query, key, value, g, beta, initial_state=initial_state,
+        output_final_state=True, use_qk_l2norm_in_kernel=use_qk_norm_in_gdn,
     )  # fmt: skip
-    assert state is not None
-    return o.astype(query.dtype), state
+
+
+def _run(operator: Callable, dtype: DTypeLike, q, k, v, g, beta, **options: Any) -> tuple[jax.Array, Any]:
+    """Return the output of an operator, in the type of queries, and its state."""
+    CALLS[operator] += 1
+    o, state = operator(*(x.astype(dtype) for x in (q, k, v)), g, beta.astype(dtype), **options)
+    return o.astype(q.dtype), state

@@ -8,12 +8,13 @@ from jax.sharding import NamedSharding
 from maxtext.models import qwen3
 from maxtext.utils import sharding
 
+from chunkwise.integrations.maxtext.called import must_call
 from chunkwise.integrations.maxtext.weights import load_qwen3_next
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
 from chunkwise.shared.call import checks
 
 Layer = qwen3.Qwen3NextGatedDeltaNet
-_MAXTEXTS = Layer.__call__
+_MAXTEXTS = must_call(Layer.__call__)
 
 
 def over_documents(

@@ -38,6 +38,7 @@ def install() -> PutBack:
     models under vLLM always take the default one.
     """
     from tpu_inference.layers.common import attention_backend as host
+    from tpu_inference.layers.common import gdn_attention  # noqa: F401 (it asks the backend)
 
     kernel = ChunkwiseLinearAttention.conv1d_gdn_kernel
     return replace(Place(host.GDNLinearAttentionBackend, "conv1d_gdn_kernel", kernel))

@@ -94,13 +94,11 @@ def fused_conv1d_kda(
 
 
 def fused_conv1d_mamba2(
-    xbc: jax.Array, dt: jax.Array, conv_state: jax.Array, ssm_state: jax.Array,
-    conv_weight: jax.Array, conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array,
-    skip: jax.Array,
-    query_start_loc: jax.Array, state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array,
-    read_state_indices: jax.Array, read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int,
-    kernel_size: int, num_spec_tokens: int = 0, dt_limit: tuple[float, float] = (0.0, float("inf")),
-    implementation: str | None = None,
+    xbc: jax.Array, dt: jax.Array, conv_state: jax.Array, ssm_state: jax.Array, conv_weight: jax.Array,
+    conv_bias: jax.Array | None, a_log: jax.Array, dt_bias: jax.Array, skip: jax.Array, query_start_loc: jax.Array,
+    state_indices: jax.Array, distribution: jax.Array, seq_lens: jax.Array, read_state_indices: jax.Array,
+    read_offsets: jax.Array | None = None, *, n_kq: int, n_v: int, d_k: int, d_v: int, kernel_size: int,
+    num_spec_tokens: int = 0, dt_limit: tuple[float, float] = (0.0, float("inf")), implementation: str | None = None,
 ) -> Updated:  # fmt: skip
     """Return the same step for the mixer of Mamba-2, with n_kq groups, n_v heads, d_k channels of a state.
 
