@@ -14,7 +14,6 @@ from benchmarks import step, tpu
 from benchmarks.regions import kernel_bundles, kernel_text, read_loop
 from chunkwise.command.models import Layer, Mixture, moved_bytes
 from chunkwise.layers import Cache, Step, delta_net, kimi, lightning, mamba2, rwkv7
-from chunkwise.layers.checkpoint.parameters import Initial
 from chunkwise.layers.mixer import running
 from chunkwise.pipeline.operators import COMPOSED
 from chunkwise.shared.testing import tpu as compiler
@@ -95,7 +94,7 @@ def compile_mixer(
     """
     compiler.setup(flags)
     layer, config = _layer(case)
-    weights = jax.eval_shape(lambda key: layer.init(Initial(key, jnp.bfloat16), config), jax.random.key(0))
+    weights = jax.eval_shape(lambda: layer.random_weights(jax.random.key(0), config, jnp.bfloat16))
     letters = layer.split(config)
     # Projections to heads, of which the tokens are given.
     projects = jax.tree.map(lambda of, y: of[0] == "." != of[-1] and y.ndim > 1, letters, weights)

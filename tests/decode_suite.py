@@ -81,7 +81,8 @@ def make(
 ):  # fmt: skip
     """Return decodes of 12 sequences, and their pools of the convolution and of states, whose slots have rings or none.
 
-    Heads have `size` channels of keys and of values. A decode has at most `tokens` tokens. Without rings each of them has a slot, so that there are more slots.
+    Heads have `size` channels of keys and of values. A decode has at most `tokens` tokens. Without rings each of them
+    has a slot, so that there are more slots.
     """
     rng, T, K, V = np.random.default_rng(0), len(NAMED) * tokens, size, size
     draw = lambda *shape, kind=dtype, size=1.0: jnp.asarray(size * rng.standard_normal(shape), kind)
@@ -105,7 +106,8 @@ def _with_rings(pool: StatePool, draw, last: int) -> StatePool:
     """Return a pool whose rings hold `COUNTS` tokens, and NaN where there is none."""
     exists = jnp.asarray(np.arange(L) < COUNTS[:, None])
     drawn = lambda y, size: draw(*y.shape, kind=y.dtype, size=size)
-    tokens = dict(keys=drawn(pool.keys, pool.shape[2] ** -0.5), writes=drawn(pool.writes, 0.5), gates=-abs(drawn(pool.gates, 0.3)))
+    size = pool.shape[2] ** -0.5
+    tokens = dict(keys=drawn(pool.keys, size), writes=drawn(pool.writes, 0.5), gates=-abs(drawn(pool.gates, 0.3)))
     tokens = {n: jnp.where(exists.reshape(SLOTS, L, *[1] * (y.ndim - 2)), y, jnp.nan) for n, y in tokens.items()}
     return pool._replace(**tokens, count=jnp.asarray(COUNTS), drafts=jnp.asarray(drafts(last)))
 

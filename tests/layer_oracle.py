@@ -39,6 +39,10 @@ def named(name: str, config: object, result=lambda function: function) -> Layer:
     return Layer(config, init, *map(result, runs))
 
 
+TURNED = layers.LightningAttentionConfig(
+    **SIZES, activation=None, scale=0.3, slope_factor=0.7, qk_norm=True, frequencies=(1.0, 0.3, 0.01), rotary_scale=1.1,
+    groups=2,
+)  # fmt: skip
 LAYERS = {
     "gated_delta_net": named("gated_delta_net", layers.GatedDeltaNetConfig(**SIZES, allow_neg_eigval=True)),
     "gated_delta_net2": named("gated_delta_net2", layers.GatedDeltaNet2Config(**SIZES, allow_neg_eigval=True)),
@@ -53,22 +57,12 @@ LAYERS = {
     ),
     "mamba2_mixer": named("mamba2_mixer", layers.Mamba2Config(**SIZES, dt_limit=(1e-3, 0.6))),
     "lightning_attention": named("lightning_attention", layers.LightningAttentionConfig(**SIZES, layer=1, layers=3)),
-    "lightning_attention_turned": named(
-        "lightning_attention",
-        layers.LightningAttentionConfig(
-            **SIZES,
-            activation=None,
-            scale=0.3,
-            slope_factor=0.7,
-            qk_norm=True,
-            frequencies=(1.0, 0.3, 0.01),
-            rotary_scale=1.1,
-            groups=2,
-        ),
-    ),
+    "lightning_attention_turned": named("lightning_attention", TURNED),
     "comba_layer": named("comba_layer", layers.CombaConfig(**SIZES)),
     "comba_layer_without_gate": named("comba_layer", layers.CombaConfig(**SIZES, output_gate=False)),
-    "gated_linear_attention": named("gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5)),
+    "gated_linear_attention": named(
+        "gated_linear_attention", layers.GatedLinearAttentionConfig(**SIZES, R=5, normalizer=9)
+    ),
     "gated_delta_product": named("gated_delta_product", layers.GatedDeltaProductConfig(**SIZES, allow_neg_eigval=True)),
     "delta_net": named(
         "gated_delta_product",

@@ -20,10 +20,10 @@ N, H, HV = 3, 2, 2
 # tokens of a decode.
 CASES = {
     "gdn2": (True, "after decay", 128, 128, jnp.float32, 0, 1),
-    "comba, drafts in slots": (False, "before decay", 128, 128, jnp.bfloat16, 0, 3),
+    "comba, drafts in slots": (False, "before decay", 96, 192, jnp.bfloat16, 0, 3),
     "channels before decay": (True, "before decay", 128, 128, jnp.float32, 0, 3),
     "comba, int8 ring": (False, "before decay", 128, 128, jnp.int8, 8, 2),
-    "gdn2, ring": (True, "after decay", 128, 128, jnp.float32, 8, 1),
+    "gdn2, ring": (True, "after decay", 192, 256, jnp.float32, 8, 1),
     "half a register": (True, "after decay", 64, 64, jnp.int8, 0, 2),
     "Mamba-2": (False, None, 128, 64, jnp.bfloat16, 0, 1),
     "RWKV-7": (True, "echo", 64, 64, jnp.bfloat16, 0, 1),

@@ -98,7 +98,7 @@ def tpu_whole_mixers() -> str:
     """The shares of a model's mixer with its projections: products, kernels, and operations that only move numbers."""
     names = {
         "mixer-olmo-hybrid": "OLMo-hybrid", "mixer-nemotron-h": "Nemotron-H", "mixer-granite-4": "Granite-4",
-        "mixer-rwkv7": "RWKV-7",
+        "mixer-falcon-h1": "Falcon-H1", "mixer-rwkv7": "RWKV-7",
     }  # fmt: skip
     rows = tables.rows_of("tpu-whole-mixers")
     lines = [row for case in names for row in tables.select(rows, case=case)]
@@ -109,7 +109,8 @@ def tpu_whole_mixers() -> str:
 
     shares = lambda row: "/".join(f"{100 * cycles / sum(parts(row)):.0f}" for cycles in parts(row))
     columns = {
-        "mixer": lambda row: names[row["case"]], "pass": tables.way,
+        "mixer": lambda row: names[row["case"]],
+        "pass": lambda row: "forward" if row["pass"] == "forward" else "both",
         "cycles, at least": lambda row: tables.whole(sum(parts(row))),
         "products/kernels/copies/others, %": shares,
         "temporaries, MiB": tables.memory("temporaries_mib"),

@@ -57,18 +57,12 @@ def test_scale():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (
-            dict(options=Options(use_qk_l2norm_in_kernel=spec())), ValueError,
-            "`use_qk_l2norm_in_kernel` must be True or False, known when the program is built; got an array float32 ()",
-        ),
-        (
-            dict(implementation="gpu"), ValueError,
-            "`implementation` must be None or one of ('fused', 'xla'); got 'gpu'.",
-        ),
-        (
-            dict(implementation="staged"), NotImplementedError,
-            "`implementation` must be None or one of ('fused', 'xla') for this operator; got 'staged'.",
-        ),
+        (dict(options=Options(use_qk_l2norm_in_kernel=spec())), ValueError,
+         "`use_qk_l2norm_in_kernel` must be True or False, known when the program is built; got an array float32 ()"),
+        (dict(implementation="gpu"), ValueError,
+         "`implementation` must be None or one of ('fused', 'xla'); got 'gpu'."),
+        (dict(implementation="staged"), NotImplementedError,
+         "`implementation` must be None or one of ('fused', 'xla') for this operator; got 'staged'."),
     ],
 )  # fmt: skip
 def test_errors(arguments, kind, message):

@@ -38,14 +38,9 @@ def delta_rule(**others):
         (lambda: check_array("k", 1.0, "B T"), "`k` must be an array [B, T]; got float."),
         (lambda: check_array("k", spec(2), "B T"), "`k` must have shape [B, T]; got (2,)."),
         (lambda: check_array("k", spec(2, 0), "B T"), "`k` must not be empty; got (2, 0)."),
-        (
-            lambda: check_array("k", spec(2, 3), "B T", (None, 4)),
-            "`k` must have shape [B, T] = (any, 4); got (2, 3).",
-        ),
-        (
-            lambda: check_array("k", spec(2, dtype=jnp.int32), "T"),
-            "`k` must be float32, bfloat16 or float16; got int32.",
-        ),
+        (lambda: check_array("k", spec(2, 3), "B T", (None, 4)), "`k` must have shape [B, T] = (any, 4); got (2, 3)."),
+        (lambda: check_array("k", spec(2, dtype=jnp.int32), "T"),
+         "`k` must be float32, bfloat16 or float16; got int32."),
         (lambda: check_heads(2, 3, "beta"), "`beta` must have a multiple of the heads of `k`; got 3 value heads for 2"),
         (lambda: check_heads(2, 3), "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
         (lambda: check_chunk_size(65), "`chunk_size` must be one of (16, 32, 64, 128); got 65."),
@@ -57,72 +52,40 @@ def delta_rule(**others):
             "`chunk_size` must be one of (16, 32, 64, 128), known when the program is built; got an array float32 "
             "(1,).",
         ),
-        (
-            lambda: check_flags(a=True, flag="False"),
-            "`flag` must be True or False, known when the program is built; got 'False'.",
-        ),
-        (
-            lambda: jax.jit(lambda x: check_flags(flag=x))(True),
-            "`flag` must be True or False, known when the program is built; got an array bool ().",
-        ),
-        (
-            lambda: check_gates("g_cum", spec(1, 2, 3), (1, 2, 4), 8),
-            "`g_cum` must have shape [B, T, HV] = (1, 2, 4); got (1, 2, 3).",
-        ),
-        (
-            lambda: check_gates("g_cum", spec(1, 2, 4, 7), (1, 2, 4), 8),
-            "`g_cum` must have shape [B, T, HV, K] = (1, 2, 4, 8); got (1, 2, 4, 7).",
-        ),
+        (lambda: check_flags(a=True, flag="False"),
+         "`flag` must be True or False, known when the program is built; got 'False'."),
+        (lambda: jax.jit(lambda x: check_flags(flag=x))(True),
+         "`flag` must be True or False, known when the program is built; got an array bool ()."),
+        (lambda: check_gates("g_cum", spec(1, 2, 3), (1, 2, 4), 8),
+         "`g_cum` must have shape [B, T, HV] = (1, 2, 4); got (1, 2, 3)."),
+        (lambda: check_gates("g_cum", spec(1, 2, 4, 7), (1, 2, 4), 8),
+         "`g_cum` must have shape [B, T, HV, K] = (1, 2, 4, 8); got (1, 2, 4, 7)."),
         (lambda: check_scale(True), "`scale` must be None, a number or a scalar array; got True."),
         (lambda: check_scale(1j), "`scale` must be None, a number or a scalar array; got 1j."),
         (lambda: check_scale(jnp.array(1j)), "`scale` must be None, a number or a scalar array; got ()."),
-        (
-            lambda: check_array("k", np.zeros((1, 2)), "B T"),
-            "`k` must be float32, bfloat16 or float16; got float64.",
-        ),
-        (
-            lambda: check_delta_rule(*delta_rule(g=spec(1, 5, 4, 8)), None),
-            "`g` must have shape [B, T, HV]; got (1, 5, 4, 8).",
-        ),
-        (
-            lambda: check_delta_rule(*delta_rule(v=spec(1, 5, 3, 8)), None),
-            "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
-        ),
+        (lambda: check_array("k", np.zeros((1, 2)), "B T"), "`k` must be float32, bfloat16 or float16; got float64."),
+        (lambda: check_delta_rule(*delta_rule(g=spec(1, 5, 4, 8)), None),
+         "`g` must have shape [B, T, HV]; got (1, 5, 4, 8)."),
+        (lambda: check_delta_rule(*delta_rule(v=spec(1, 5, 3, 8)), None),
+         "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
         (lambda: check_chunk_size("64"), "`chunk_size` must be one of (16, 32, 64, 128); got '64'."),
-        (
-            lambda: choose_implementation("gpu", ("pallas", "xla"), "pallas"),
-            "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'.",
-        ),
-        (
-            lambda: check_cu_seqlens([0, 1], 1, 1),
-            "`cu_seqlens` must be an int32 array [N + 1]; got list, of which `jnp.array(cu_",
-        ),
-        (
-            lambda: check_cu_seqlens(jnp.zeros((1,), jnp.int32), 1, 1),
-            "`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got int32 (1,).",
-        ),
-        (
-            lambda: check_cu_seqlens(jnp.zeros((2, 2), jnp.int32), 1, 1),
-            "`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got int32 (2, 2).",
-        ),
-        (
-            lambda: check_cu_seqlens(jnp.array([0, 5]), 2, 5),
-            "`cu_seqlens` must come with a batch of 1; got B = 2.",
-        ),
-        (
-            lambda: check_cu_seqlens(jnp.array([1, 5]), 1, 5),
-            "`cu_seqlens` must rise from 0 to at most T = 5; got [1, 5].",
-        ),
-        (
-            lambda: check_cu_seqlens(jnp.arange(12), 1, 5),
-            "`cu_seqlens` must rise from 0 to at most T = 5; got [0, 1, 2, 3, 4, 5, 6, 7, '...'].",
-        ),
-        (
-            lambda: check_initial_state(spec(1, 2, 3, 4), (1, 2, 4, 3)),
-            "`initial_state` must have shape [N, HV, K, V] = (1, 2, 4, 3); got (1, 2, 3, 4).",
-        ),
+        (lambda: choose_implementation("gpu", ("pallas", "xla"), "pallas"),
+         "`implementation` must be None or one of ('pallas', 'xla'); got 'gpu'."),
+        (lambda: check_cu_seqlens([0, 1], 1, 1),
+         "`cu_seqlens` must be an int32 array [N + 1]; got list, of which `jnp.array(cu_"),
+        (lambda: check_cu_seqlens(jnp.zeros((1,), jnp.int32), 1, 1),
+         "`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got int32 (1,)."),
+        (lambda: check_cu_seqlens(jnp.zeros((2, 2), jnp.int32), 1, 1),
+         "`cu_seqlens` must be int32 of shape [N + 1] with N >= 1; got int32 (2, 2)."),
+        (lambda: check_cu_seqlens(jnp.array([0, 5]), 2, 5), "`cu_seqlens` must come with a batch of 1; got B = 2."),
+        (lambda: check_cu_seqlens(jnp.array([1, 5]), 1, 5),
+         "`cu_seqlens` must rise from 0 to at most T = 5; got [1, 5]."),
+        (lambda: check_cu_seqlens(jnp.arange(12), 1, 5),
+         "`cu_seqlens` must rise from 0 to at most T = 5; got [0, 1, 2, 3, 4, 5, 6, 7, '...']."),
+        (lambda: check_initial_state(spec(1, 2, 3, 4), (1, 2, 4, 3)),
+         "`initial_state` must have shape [N, HV, K, V] = (1, 2, 4, 3); got (1, 2, 3, 4)."),
     ],
-)
+)  # fmt: skip
 def test_value_error(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()

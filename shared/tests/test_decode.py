@@ -35,8 +35,7 @@ each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 THOROUGH = dict(
     test_what_does_not_exist_is_none=lambda dtype: dtype == jnp.bfloat16,
     test_a_pool_keeps_its_type=lambda dtype, implementation: dtype == jnp.float16 or implementation == "xla",
-    test_pool=lambda implementation: implementation == "xla",
-    test_negative_slots_have_no_gradient=lambda implementation: implementation == "xla",
+    test_gradients_reach_named_slots_and_a_traced_scale=lambda implementation: implementation == "xla",
     test_isolation=lambda implementation: implementation == "xla",
 )
 
@@ -65,47 +64,24 @@ def expected(x, pool, slots, has_initial_state=None, cu_seqlens=None):
 
 
 @each
-@pytest.mark.parametrize("gates", ["head", "channel", "constant, no delta rule", "channel, no delta rule"])
-@pytest.mark.parametrize(
-    ("dtype", "B", "T", "lengths"),
-    [(jnp.float32, 64, 1, None), (jnp.bfloat16, 1, 8, (1, 0, 4, 2))],
-    ids=["64 sequences", "packed"],
-)
-def test_pool(dtype, B, T, lengths, gates, implementation):
-    """Named slots are updated, freed ones start from zero whatever they hold, all others keep every bit."""
-    N, cu_seqlens = (B, None) if lengths is None else (len(lengths), boundaries(*lengths))
-    x = make_inputs(B, T, 2, HV, K, V, dtype=dtype, per_channel="channel" in gates, normalise=False)
-    if "no delta rule" in gates:
-        del x["beta"]
-    if "constant" in gates:
-        x["g_gamma"] = -jnp.arange(HV, dtype=jnp.float32)
-    slots = np.random.default_rng(2).permutation(N + 5)[:N]
-    kept = np.arange(N) % 3 != 1  # in the pack, that frees the slot of the empty sequence
-    pool = pool_of(N + 5).at[slots[~kept]].set(jnp.nan)
-    o, after = run(x, slots, kept, initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
-    want_o, want, _ = expected(x, pool, slots, kept, cu_seqlens)
-    assert o.dtype == dtype
-    assert_close("o", o, want_o, TOLERANCE[jnp.dtype(dtype).name])
-    assert_close("states", after[slots], want, TOLERANCE["float32"])
-    others = np.setdiff1d(np.arange(N + 5), slots)
-    np.testing.assert_array_equal(after[others], pool[others])
-
-
-@each
 @pytest.mark.parametrize(
     "slots",
     [[-1, 2, 4, 1], [2, -1, 0, 4], [1, 0, 2, -1], [-1, -3, 0, -1], [4, -1, -1, -1], [-1, -1, -1, -1]],
     ids=["first", "inside", "last", "one left", "one first", "all"],
 )
 def test_negative_slots(slots, implementation):
-    """They start from zeros and are not written: their sequence, packed, changes no bit of the pool, nor reads one."""
-    lengths = (2, 1, 0, 3)
+    """They start from zeros and are not written: their sequence, packed, changes no bit of the pool, nor reads one.
+
+    Freed slots start from zeros whatever they hold.
+    """
+    lengths, kept = (2, 1, 0, 3), np.array([True, False, False, True])
     x = make_inputs(1, 7, 2, HV, K, V, normalise=False)
     cu_seqlens, unnamed = boundaries(*lengths), np.setdiff1d(np.arange(5), slots)
     # Nobody may look at what nobody names: a wrong slot would be NaN.
-    pool = pool_of(5).at[unnamed].set(jnp.nan)
-    o, after = run(x, slots, initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
-    want_o, want, written = expected(x, jnp.nan_to_num(pool), slots, cu_seqlens=cu_seqlens)
+    freed = [slot for slot, keep in zip(slots, kept, strict=True) if slot >= 0 and not keep]
+    pool = pool_of(5).at[np.array([*unnamed, *freed], int)].set(jnp.nan)
+    o, after = run(x, slots, kept, initial_state=pool, cu_seqlens=cu_seqlens, implementation=implementation)
+    want_o, want, written = expected(x, jnp.nan_to_num(pool), slots, kept, cu_seqlens=cu_seqlens)
     assert_close("o", o, want_o, TOLERANCE["float32"])
     assert_close("states", after[written], want[np.asarray(slots) >= 0], TOLERANCE["float32"])
     assert np.asarray(after[unnamed]).tobytes() == np.asarray(pool[unnamed]).tobytes()
@@ -159,23 +135,26 @@ def test_a_pool_keeps_its_type(dtype, implementation):
 
 
 @each
-def test_negative_slots_have_no_gradient(implementation):
+def test_gradients_reach_named_slots_and_a_traced_scale(implementation):
     """The gradient of the pool is that of the named states, in the type of the pool; all else is zero."""
-    x = make_inputs(2, 2, 2, HV, K, V)
+    x, pool = make_inputs(2, 2, 2, HV, K, V, per_channel=True), pool_of(4, jnp.bfloat16)
     do = np.random.default_rng(3).standard_normal(x["v"].shape)
-    pool = pool_of(4, jnp.bfloat16)
 
-    def loss(pool):
-        o, after = run(x, [2, -1], normalise=False, initial_state=pool, implementation=implementation)
+    def loss(x, pool, scale):
+        given = dict(initial_state=pool, scale=scale, implementation=implementation)
+        o, after = run(x, [2, -1], normalise=False, **given)
         return jnp.sum(o * do) + jnp.sum(after[0].astype(jnp.float32))
 
-    got = jax.grad(loss)(pool)
+    dx, dpool, dscale = jax.grad(loss, argnums=(0, 1, 2))(x, pool, jnp.float32(0.3))
     start = np.stack([np.asarray(pool[2], np.float64), np.zeros((HV, K, V))])
-    _, _, want = reference(**x, scale=0.3, initial_state=start, do=do)
-    assert got.dtype == jnp.bfloat16
-    assert_close("dpool", got[2], want["initial_state"][0], TOLERANCE["bfloat16"])
-    np.testing.assert_array_equal(got[0], jnp.ones((HV, K, V)))
-    assert not got[np.array([1, 3])].any()
+    o, _, want = reference(**x, scale=0.3, initial_state=start, do=do)
+    for name in x:
+        assert_close(f"d{name}", dx[name], want[name], GRADIENT_TOLERANCE["float32"])
+    assert_close("dscale", dscale, np.sum(o * do) / 0.3, GRADIENT_TOLERANCE["float32"])
+    assert dpool.dtype == jnp.bfloat16
+    assert_close("dpool", dpool[2], want["initial_state"][0], TOLERANCE["bfloat16"])
+    np.testing.assert_array_equal(dpool[0], jnp.ones((HV, K, V)))
+    assert not dpool[np.array([1, 3])].any()
 
 
 def test_heads_that_do_not_fit_have_launches_in_turn(monkeypatch):
@@ -206,24 +185,6 @@ def test_isolation(implementation):
         return dict(o=o, final_state=after[slots])
 
     assert_isolated(fn, x, boundaries(2, 0, 3))
-
-
-def test_gradients_reach_the_pool_and_a_traced_scale():
-    x = make_inputs(2, 2, 2, HV, K, V, per_channel=True)
-    x["initial_state"], slots = pool_of(4), np.array([3, 0])
-    do = np.random.default_rng(3).standard_normal(x["v"].shape)
-
-    def loss(x, scale):
-        return jnp.sum(run(x, slots, normalise=False, scale=scale, implementation="fused")[0] * do)
-
-    got, dscale = jax.grad(loss, argnums=(0, 1))(x, jnp.float32(0.3))
-    o, _, want = reference(**x | {"initial_state": x["initial_state"][slots]}, scale=0.3, do=do)
-    named = want["initial_state"]
-    want["initial_state"] = np.zeros(x["initial_state"].shape)
-    want["initial_state"][slots] = named
-    for name in x:
-        assert_close(f"d{name}", got[name], want[name], GRADIENT_TOLERANCE["float32"])
-    assert_close("dscale", dscale, np.sum(o * do) / 0.3, GRADIENT_TOLERANCE["float32"])
 
 
 def test_padding_may_hold_anything():
@@ -260,29 +221,19 @@ x = {name: spec(*y.shape, dtype=y.dtype) for name, y in make_inputs(2, 1, 1, 2, 
     ("arguments", "message"),
     [
         (dict(slots=spec(2, dtype=jnp.int32)), "`state_indices` must come with the pool as `initial_state`; got None."),
-        (
-            dict(slots=spec(3, dtype=jnp.int32), pool=spec(4, 2, 8, 8)),
-            "`state_indices` must be int32 of shape (2,); got int32 (3,).",
-        ),
+        (dict(slots=spec(3, dtype=jnp.int32), pool=spec(4, 2, 8, 8)),
+         "`state_indices` must be int32 of shape (2,); got int32 (3,)."),
         (dict(slots=[0, 1], pool=spec(4, 2, 8, 8)), "`state_indices` must be int32 of shape (2,); got list."),
-        (
-            dict(started=spec(2, dtype=jnp.int32), pool=spec(2, 2, 8, 8)),
-            "`has_initial_state` must be bool of shape (2,); got int32 (2,).",
-        ),
-        (
-            dict(slots=spec(2, dtype=jnp.int32), pool=spec(4, 2, 8, 9)),
-            "`initial_state` must have shape [N, HV, K, V] = (any, 2, 8, 8); got (4, 2, 8, 9).",
-        ),
-        (
-            dict(slots=np.array([0, 4], np.int32), pool=spec(4, 2, 8, 8)),
-            "`state_indices` must be below 4, the number of slots of `initial_state`; got 4.",
-        ),
-        (
-            dict(slots=jnp.array([3, 3]), pool=spec(4, 2, 8, 8)),
-            "`state_indices` must name a slot only once, but for negative ones; got 3 twice.",
-        ),
+        (dict(started=spec(2, dtype=jnp.int32), pool=spec(2, 2, 8, 8)),
+         "`has_initial_state` must be bool of shape (2,); got int32 (2,)."),
+        (dict(slots=spec(2, dtype=jnp.int32), pool=spec(4, 2, 8, 9)),
+         "`initial_state` must have shape [N, HV, K, V] = (any, 2, 8, 8); got (4, 2, 8, 9)."),
+        (dict(slots=np.array([0, 4], np.int32), pool=spec(4, 2, 8, 8)),
+         "`state_indices` must be below 4, the number of slots of `initial_state`; got 4."),
+        (dict(slots=jnp.array([3, 3]), pool=spec(4, 2, 8, 8)),
+         "`state_indices` must name a slot only once, but for negative ones; got 3 twice."),
     ],
-)
+)  # fmt: skip
 def test_errors(arguments, message):
     a = dict(slots=None, started=None, pool=None, options=Options(), implementation=None, scale=None) | arguments
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -102,10 +102,8 @@ RAW = dict(use_gate_in_kernel=True)
         ({}, spec(4), None, "`A_log` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
         ({}, None, spec(4), "`dt_bias` must be None without `use_gate_in_kernel`; got an array float32 (4,)."),
         (dict(lower_bound=-5.0), None, None, "`lower_bound` must be None without `use_gate_in_kernel`; got -5.0."),
-        (
-            RAW, None, None,
-            "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None.",
-        ),
+        (RAW, None, None,
+         "`A_log` must be an array [HV] with `use_gate_in_kernel` and without `lower_bound`; got None."),
         (RAW, spec(3), None, "`A_log` must have shape [HV] = (4); got (3,)."),
         (RAW, spec(1, 1, 4), None, "`A_log` must have shape [HV]; got (1, 1, 4)."),
         (RAW, spec(1, 1, 3, 1), None, "`A_log` must have shape [1, 1, HV, 1] = (1, 1, 4, 1); got (1, 1, 3, 1)."),
@@ -120,26 +118,16 @@ RAW = dict(use_gate_in_kernel=True)
             "`lower_bound` must be None or a finite number < 0, known when the program is built; got an array "
             "float32 ().",
         ),
-        (
-            dict(use_gate_in_kernel="tanh"), spec(4), None,
-            "`use_gate_in_kernel` must be True, False or the name of a law of ('softplus', 'sigmoid'); got 'tanh'.",
-        ),
-        (
-            dict(use_gate_in_kernel="softplus", lower_bound=-5.0), spec(4), None,
-            "`lower_bound` must be None for the law 'softplus'; got -5.0.",
-        ),
-        (
-            dict(use_gate_in_kernel="sigmoid"), spec(4), None,
-            "`lower_bound` must be a number < 0 for the law 'sigmoid'; got None.",
-        ),
-        (
-            dict(allow_neg_eigval=True), None, None,
-            "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True.",
-        ),
-        (
-            dict(use_gate_in_kernel=1), None, None,
-            "`use_gate_in_kernel` must be True or False, known when the program is built; got 1.",
-        ),
+        (dict(use_gate_in_kernel="tanh"), spec(4), None,
+         "`use_gate_in_kernel` must be True, False or the name of a law of ('softplus', 'sigmoid'); got 'tanh'."),
+        (dict(use_gate_in_kernel="softplus", lower_bound=-5.0), spec(4), None,
+         "`lower_bound` must be None for the law 'softplus'; got -5.0."),
+        (dict(use_gate_in_kernel="sigmoid"), spec(4), None,
+         "`lower_bound` must be a number < 0 for the law 'sigmoid'; got None."),
+        (dict(allow_neg_eigval=True), None, None,
+         "`allow_neg_eigval` must be False without `use_beta_sigmoid_in_kernel`; got True."),
+        (dict(use_gate_in_kernel=1), None, None,
+         "`use_gate_in_kernel` must be True or False, known when the program is built; got 1."),
     ],
 )  # fmt: skip
 def test_errors(laws, A_log, dt_bias, message):

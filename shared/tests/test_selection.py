@@ -48,12 +48,10 @@ def test_a_module_without_a_table_is_quick():
     ("rules", "message"),
     [
         (dict(test_gone=True), "`THOROUGH` of tests must name its tests; got ['test_gone']."),
-        (
-            dict(test_always=lambda size, gone: True),
-            "`THOROUGH` of tests must ask for parameters of test_always; got ['gone'].",
-        ),
+        (dict(test_always=lambda size, gone: True),
+         "`THOROUGH` of tests must ask for parameters of test_always; got ['gone']."),
     ],
-)
+)  # fmt: skip
 def test_a_stale_rule(rules, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         is_thorough(module(**rules), "test_always", dict(size=1))

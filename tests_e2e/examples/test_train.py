@@ -105,6 +105,9 @@ def test_killed_while_it_saves(whole, tmp_path):
     np.testing.assert_array_equal(losses, whole()[1])
     assert measured == whole()[2]
     jax.tree.map(np.testing.assert_array_equal, model, whole()[0])
+    with jax.set_mesh(one_device()):
+        again = train.load(tmp_path, train.Model(CONFIG, one_device(), nnx.Rngs(1)))
+    jax.tree.map(np.testing.assert_array_equal, again, model)
 
 
 def assert_shown(stdout: str, results: dict) -> None:

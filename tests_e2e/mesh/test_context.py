@@ -62,7 +62,10 @@ THOROUGH = dict(
 # and at the end of one, a start at the first token of a device, and padding.
 BOUNDARIES = jnp.array([0, 1, 1, 16, 20, 42, 42, 45], jnp.int32)
 # Of two rows: padding before, between and after segments, over a whole device, and at its borders; one id twice.
-ROWS = [*[5] * 7, *[2] * 11, *[-1] * 9, *[2] * 3, *[1] * 12, *[-2] * 6], [*[-1] * 14, *[3] * 10, *[0] * 6, 3, *[4] * 17]
+ROWS = (
+    [5, 5, -1, *[5] * 4, *[2] * 11, *[-1] * 9, *[2] * 3, *[1] * 12, *[-2] * 6],
+    [*[-1] * 14, *[3] * 10, *[0] * 6, 3, *[4] * 17],
+)
 SEGMENTS = np.array(ROWS, np.int32)
 
 

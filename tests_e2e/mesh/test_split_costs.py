@@ -1,22 +1,17 @@
 """What tokens that are split over devices cost, counted in compiled programs: nothing is made twice."""
 
-import collections
-import re
-
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
-from chunkwise.shared.testing import tpu
 from chunkwise.shared.testing.compare import with_gradients
-from tests.compiled import compile_over_tokens, product_flops
+from tests.compiled import product_flops
 from tests_e2e.mesh.meshes import P, cotangents_of, inputs_of, make_mesh, run_of
 
 NAMES = [operator.name for operator in CHUNKED]
 QUICK = {2: ("chunk_simple_gla", "chunk_kda"), 4: ("chunk_gated_delta_rule",)}
-THOROUGH = dict(test_products=lambda name, devices: name not in QUICK[devices], test_launches_of_the_chain=True)
+THOROUGH = dict(test_products=lambda name, devices: name not in QUICK[devices])
 T, HV, K, V, C = 64, 2, 16, 24, 32
 
 
@@ -48,31 +43,3 @@ def test_products(name, devices):
         identity, maps = K, HV * delta * 2 * K * K * (K + V + V)
     assert forward == T * HV * delta * (4 * K + 2 * C) * (V + identity) + maps
     assert both - forward == T * HV * delta * (6 * K * V + 4 * C * V + scores) + maps
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not tpu.has_libtpu(), reason="the TPU compiler is libtpu")
-@pytest.mark.parametrize("name", NAMES)
-def test_launches_of_the_chain(name):
-    """A pass of the state more in both directions; each stage kernel makes all of its gradients at once."""
-    x = inputs_of(name, B=1, T=256, K=128, V=128, states=0)
-    x = {n: jax.ShapeDtypeStruct(y.shape, y.dtype) for n, y in x.items()}
-    run = run_of(name, "staged", sharding=P(None, "tokens"), states=False)
-    cotangents = {"o": jax.ShapeDtypeStruct(x["v"].shape, jnp.float32)}
-
-    forward = launches(lambda x, _: run(x, {}), x)
-    both = launches(lambda x, _: with_gradients(run)(x[0], {}, x[1]), (x, cotangents))
-    delta = OPERATORS[name].delta
-    h = "chunk_gated_delta_rule_fwd_h" if delta else "chunk_fwd_h"
-    stages = ["chunk_local_cumsum", "chunk_fwd_o", h]
-    stages += ["chunk_scaled_dot_kkt", "solve_tril", "recompute_w_u"] if delta else []
-    assert forward == collections.Counter([f"{stage}_fwd" for stage in stages] + [f"{h}_fwd"])
-    # The cumulative sum is its own backward. The compiler finds that u and w of the forward serve the backward too.
-    more = [f"{stage}_bwd" for stage in (*stages[1:], h)] + ["chunk_local_cumsum_fwd"]
-    assert both == forward + collections.Counter(more)
-
-
-def launches(f, tokens) -> collections.Counter:
-    """Return how often every kernel is launched on a TPU, by its name."""
-    names = compile_over_tokens(f, tokens, {}, "v6e")
-    return collections.Counter(re.sub(r"_c\d+.*", "", name) for name in names)

@@ -25,25 +25,19 @@ ONE = dict(x=spec(1, 8, 16))
         (dict(weight=spec(16, 1)), "`weight` must have a width of 2 to 8; got 1."),
         (dict(weight=spec(16, 9)), "`weight` must have a width of 2 to 8; got 9."),
         (dict(bias=spec(4)), "`bias` must have shape [D] = (16); got (4,)."),
-        (
-            dict(initial_state=spec(2, 16, 3)),
-            "`initial_state` must have shape [N, W-1, D] = (2, 3, 16); got (2, 16, 3).",
-        ),
-        (
-            dict(initial_state=spec(2, 8, 16)),
-            "got (2, 8, 16), the shape of `x`, which `residual` has, the fourth argument",
-        ),
+        (dict(initial_state=spec(2, 16, 3)),
+         "`initial_state` must have shape [N, W-1, D] = (2, 3, 16); got (2, 16, 3)."),
+        (dict(initial_state=spec(2, 8, 16)),
+         "got (2, 8, 16), the shape of `x`, which `residual` has, the fourth argument"),
         (dict(output_final_state="yes"), "`output_final_state` must be True or False"),
         (dict(activation="relu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'relu'."),
         (dict(segment_ids=spec(2, 8)), "`segment_ids` must be int32 of shape (2, 8); got float32 (2, 8)."),
-        (
-            ONE | dict(cu_seqlens=jnp.array([0, 8]), segment_ids=spec(1, 8, dtype=jnp.int32)),
-            "`segment_ids` must be None if `cu_seqlens` is given; got both.",
-        ),
+        (ONE | dict(cu_seqlens=jnp.array([0, 8]), segment_ids=spec(1, 8, dtype=jnp.int32)),
+         "`segment_ids` must be None if `cu_seqlens` is given; got both."),
         (dict(config=()), "`config` must be None or a chunkwise.causal_conv1d.Config; got ()."),
         (dict(config=Config(20, 128)), "`config` must have multiples of 16 tokens and of 128 channels"),
     ],
-)
+)  # fmt: skip
 def test_value_error(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         causal_conv1d(**GOOD | wrong)
@@ -56,16 +50,12 @@ def test_value_error(wrong, message):
         (dict(state_indices=spec(3, dtype=jnp.int32)), "`state_indices` must be int32 of shape (2,); got int32 (3,)."),
         (dict(has_initial_state=spec(2)), "`has_initial_state` must be bool of shape (2,); got float32 (2,)."),
         (dict(activation="relu"), "`activation` must be one of ('silu', 'sigmoid', None); got 'relu'."),
-        (
-            dict(state_indices=jnp.array([0, 2])),
-            "`state_indices` must be below 2, the number of slots of `states`; got 2.",
-        ),
-        (
-            dict(state_indices=jnp.array([1, 1])),
-            "`state_indices` must name a slot only once, but for negative ones; got 1 twice.",
-        ),
+        (dict(state_indices=jnp.array([0, 2])),
+         "`state_indices` must be below 2, the number of slots of `states`; got 2."),
+        (dict(state_indices=jnp.array([1, 1])),
+         "`state_indices` must name a slot only once, but for negative ones; got 1 twice."),
     ],
-)
+)  # fmt: skip
 def test_value_error_of_the_update(wrong, message):
     good = GOOD | dict(x=spec(2, 1, 16), states=spec(2, 3, 16))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -88,10 +78,7 @@ STEP = dict(
     [
         (dict(states=spec(6, 16, 3)), "`states` must have shape [slots, W-1, D] = (any, 3, 16); got (6, 16, 3)."),
         (dict(states=spec(6, 3)), "`states` must have shape [slots, W-1, D]; got (6, 3)."),
-        (
-            dict(states=spec(6, 3, 16, dtype=jnp.int32)),
-            "`states` must be float32, bfloat16 or float16; got int32.",
-        ),
+        (dict(states=spec(6, 3, 16, dtype=jnp.int32)), "`states` must be float32, bfloat16 or float16; got int32."),
         (dict(cu_seqlens=None), "`cu_seqlens` must be given in a serving step; got None."),
         *(
             (
@@ -123,12 +110,10 @@ STEP = dict(
             )
         ),
         (dict(block_size=4), "`block_size` and `block_state_indices` must come together; got one of them."),
-        (
-            dict(block_state_indices=spec(3, 1, dtype=jnp.int32), block_size=4),
-            "`block_state_indices` must be int32 of shape (2, 1); got int32 (3, 1).",
-        ),
+        (dict(block_state_indices=spec(3, 1, dtype=jnp.int32), block_size=4),
+         "`block_state_indices` must be int32 of shape (2, 1); got int32 (3, 1)."),
     ],
-)
+)  # fmt: skip
 def test_value_error_of_a_step(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         causal_conv1d_update(**STEP | wrong)
@@ -159,13 +144,11 @@ RISES = "`cu_seqlens` must rise from 0 to at most T = 8; got"
     ("wrong", "message"),
     [
         (dict(state_indices=int32([0, 1], [1, -1])), f"`state_indices` {ONCE} 1 for sequence 0 and for sequence 1."),
-        (
-            dict(block_state_indices=int32([-1], [2]), block_size=2),
-            f"`state_indices` and `block_state_indices` {ONCE} 2 for sequence 1 and for sequence 1.",
-        ),
+        (dict(block_state_indices=int32([-1], [2]), block_size=2),
+         f"`state_indices` and `block_state_indices` {ONCE} 2 for sequence 1 and for sequence 1."),
         (dict(cu_seqlens=int32(0, 2, 1), num_sequences=2), f"{RISES} 1 at [2]."),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_of_a_step(wrong, message):
     """Known values are checked: outside of jit, and also in a program whose other arguments are traced."""
     shapes = {name: y for name, y in STEP.items() if name in ("x", "weight", "states")}

@@ -69,12 +69,10 @@ class TestDeltaRule(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
             (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
             (dict(k=spec(2, 64, 3, 8)), "`u` must have a multiple of the heads of `k`; got 4 value heads for 3"),
             (dict(output_final_state=jnp.ones(1)), "`output_final_state` must be True or False, known when the"),
-            (
-                dict(initial_state=spec(1, 4, 8, 6)),
-                "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (1, 4, 8, 6).",
-            ),
+            (dict(initial_state=spec(1, 4, 8, 6)),
+             "`initial_state` must have shape [N, HV, K, V] = (2, 4, 8, 6); got (1, 4, 8, 6)."),
         ),
-    )
+    )  # fmt: skip
 
     def check(self, case, x, results):
         if case.lengths is None:

@@ -1,4 +1,4 @@
-"""Types, gates and scales against the definition in float64."""
+"""Types, gates and scales against the definition in float64; gates that would overflow, and the cost."""
 
 import functools
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunkwise.chunk_o import chunk_fwd_o
+from chunkwise.chunk_o.config import cost
 from chunkwise.shared.testing import stage_oracle
 from chunkwise.shared.testing.cases import Case
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, TOLERANCE, assert_close
@@ -69,3 +70,18 @@ def test_gradient_of_a_scale_of_zero(implementation):
     run = functools.partial(chunk_fwd_o, *(x[name] for name in NAMES), chunk_size=16, implementation=implementation)
     dscale = jax.grad(lambda scale: jnp.sum(run(scale=scale)))(jnp.float32(0.0))
     assert_close("dscale", dscale, jnp.sum(run(scale=1.0)), 1e-5)
+
+
+NAMES = ("q", "k", "v_new", "h", "g_cum")
+
+
+def test_finite_where_the_decay_above_the_diagonal_overflows():
+    case = Case(T=64, K=8, V=4, gate="strong")
+    x = case.arguments()
+    assert np.isfinite(chunk_fwd_o(*(x[name] for name in NAMES), implementation="pallas")).all()
+
+
+def test_flops_of_the_gradient():
+    sizes = dict(B=2, T=384, H=6, HV=6, K=96, V=80, C=64)
+    # The scores, and the gradients of both operands of three products.
+    assert cost(**sizes, backward=True).flops == 2 * cost(**sizes).flops + 2 * 2 * 384 * 6 * 64 * 96

@@ -25,16 +25,12 @@ class TestStage(stages.StageTests, stages.GateTests, stages.ChunkSizeTests):
             (dict(k=spec(2, 64, 8)), "`k` must have shape [B, T, H, K]; got (2, 64, 8)."),
             (dict(q=spec(2, 64, 4, 8)), "`q` must have shape [B, T, H, K] = (2, 64, 2, 8); got (2, 64, 4, 8)."),
             (dict(v=spec(2, 63, 4, 6)), "`v` must have shape [B, T, HV, V] = (2, 64, any, any); got (2, 63, 4, 6)."),
-            (
-                dict(v=spec(2, 64, 3, 6)),
-                "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads.",
-            ),
-            (
-                dict(h=spec(2, 2, 4, 8, 6)),
-                "`h` must have shape [B, NT, HV, K, V] = (2, 1, 4, 8, 6); got (2, 2, 4, 8, 6).",
-            ),
+            (dict(v=spec(2, 64, 3, 6)),
+             "`v` must have a multiple of the heads of `k`; got 3 value heads for 2 key heads."),
+            (dict(h=spec(2, 2, 4, 8, 6)),
+             "`h` must have shape [B, NT, HV, K, V] = (2, 1, 4, 8, 6); got (2, 2, 4, 8, 6)."),
             (dict(g_cum=spec(2, 64, 2)), "`g_cum` must have shape [B, T, HV] = (2, 64, 4); got (2, 64, 2)."),
             (dict(g_gamma=spec(2)), "`g_gamma` must have shape [HV] = (4); got (2,)."),
             (dict(scale=jnp.ones(6)), "`scale` must be None, a number or a scalar array; got "),
         ),
-    )
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The tests that all stages have, in both directions."""
+"""The tests that all stages have, in both directions, and gates per channel."""
 
 import dataclasses
 
@@ -7,8 +7,10 @@ import pytest
 
 from chunkwise.cumsum import Config, chunk_local_cumsum
 from chunkwise.shared.testing import stage_oracle
+from chunkwise.shared.testing.compare import STAGE_TOLERANCE
 from chunkwise.shared.testing.inputs import spec
 from tests import stage_suite as stages
+from tests.stage_cases import CASES
 
 LAUNCHES = "chunk_local_cumsum_fwd_c{}", "chunk_local_cumsum_fwd_c{}_reverse"
 FORWARD = stages.StageSpec(
@@ -51,3 +53,11 @@ class TestReverse(stages.ReferenceTests, stages.IsolationTests, stages.KernelTes
 @pytest.mark.parametrize("lengths", [None, (1, 0, 17)], ids=["fixed", "packed"])
 def test_gradients_of_gates_per_channel(lengths, stage, implementation):
     stages.assert_gradients(dataclasses.replace(stage, **CHANNELS), stages.small(lengths=lengths), implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("channels", [1, 3, 60, 64, 100, 128, 256])
+def test_gate_per_channel(channels, implementation):
+    g = -jnp.arange(1.0, 41 * 2 * channels + 1).reshape(1, 41, 2, channels) % 7 / 3
+    G = chunk_local_cumsum(g, 32, implementation=implementation)
+    CASES[0].assert_close("G", G, stage_oracle.cumsum(g, 32), STAGE_TOLERANCE)

@@ -1,6 +1,7 @@
 """Gated DeltaProduct against its definition in float64: values, all gradients, serving steps."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from chunkwise.delta_product import (
     ragged_gated_delta_product,
     recurrent_gated_delta_product,
 )
+from chunkwise.fused_gdn import chunk_gated_delta_rule
+from chunkwise.shared.serving import state_pool
 from chunkwise.shared.testing import definitions
 from chunkwise.shared.testing.compare import assert_close
 from chunkwise.shared.testing.inputs import make_product_inputs, poison_padding
@@ -51,6 +54,13 @@ def test_other_numbers_of_steps(n, implementation):
     assert_values_and_gradients(of_32, "chunk", "sequences", implementation, repeat_key=True, beta=1.9)
 
 
+def test_one_step():
+    """It is the gated delta rule. Rows of bfloat16, of which a register holds two, are of one kind of token."""
+    x = make_product_inputs(1, 20, 1, 1, 8, 8, n=1, dtype=jnp.bfloat16)
+    o = chunk_gated_delta_product(**x, num_householder=1, implementation="fused")[0]
+    np.testing.assert_array_equal(o, chunk_gated_delta_rule(**x, implementation="fused")[0])
+
+
 @implementations
 def test_four_steps(implementation):
     assert_steps(kind(4), implementation)
@@ -63,22 +73,6 @@ def test_raw_gates_of_a_step():
     )
     raw = kind(2, use_gate_in_kernel=True, A_log=jnp.zeros(2))
     assert_steps(raw._replace(definition=definitions.TokenRule(step)), "xla")
-
-
-@pytest.mark.parametrize("function", [chunk_gated_delta_product, recurrent_gated_delta_product])
-def test_naive_function_of_flash_linear_attention(function):
-    """Its recurrence restated: a decay, n steps that read what they have written, and one readout."""
-    n, x = 2, make_product_inputs(1, 20, 2, 2, 8, 12, num_states=1)
-    q, k, v, g, beta = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "g", "beta"))
-    h, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
-    for i in range(len(q)):
-        h = h * np.exp(g[i])[:, None, None]
-        for j in range(i * n, i * n + n):
-            h = h + ((v[j] - (h * k[j][..., None]).sum(-2)) * beta[j][:, None])[:, None] * k[j][..., None]
-        want[i] = (h * q[i][..., None]).sum(-2) * 8**-0.5
-    o, state = function(**x, num_householder=n, output_final_state=True)
-    assert_close("o", o[0], want, 1e-5)
-    assert_close("final_state", state[0], h, 1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -100,3 +94,20 @@ def test_raw_gates(form):
     loss = lambda run: jax.jit(jax.grad(lambda x, raw: jnp.sum(jnp.sin(run(x, raw))), argnums=(0, 1)))
     found, want = loss(inside)(poison_padding(x, **fixed), raw), loss(outside)(x, raw)
     jax.tree.map(lambda y, z: assert_close("gradient", y, z, 1e-5), found, want)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(cu_seqlens=np.array([0, 3, 4]), num_decodes=2, state_indices=np.arange(4).reshape(2, 2)),
+         "`num_decodes` must count sequences of at most 2 tokens, which come first; got 2, and sequence 0 has 3."),
+        (dict(states=state_pool.make_pool(6, 2, 8, 8, replay=3, H=1), num_decodes=1, decode_tokens=2),
+         "`decode_tokens` must be at most 1, because every token takes 2 of the 3 tokens of the ring; got 2."),
+        (dict(block_size=24, block_state_indices=np.array([[2], [3]]), chunk_size=16),
+         "`block_size` must be a multiple of the chunk size 16; got 24."),
+    ],
+)  # fmt: skip
+def test_errors_of_steps(wrong, message):
+    step = dict(states=jnp.zeros((6, 2, 8, 8)), cu_seqlens=np.array([0, 2, 4]), state_indices=np.arange(2)) | wrong
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ragged_gated_delta_product(**make_product_inputs(1, 4, 1, 2, 8, 8), num_householder=2, **step)

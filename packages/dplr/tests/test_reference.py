@@ -1,8 +1,9 @@
 """The delta rule with diagonal plus low-rank transitions against its definition in float64, and as RWKV-7."""
 
+import re
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from chunkwise.dplr import (
@@ -45,21 +46,6 @@ def test_rwkv7(call):
     assert_values_and_gradients(kind, call, "rows", "xla", gate="logsigmoid/10")
 
 
-@pytest.mark.parametrize("function", [chunk_dplr_delta_rule, recurrent_dplr_delta_rule])
-def test_naive_function_of_flash_linear_attention(function):
-    """Its recurrence restated: alpha reads the state before the decay, and beta writes what it has read."""
-    x = make_dplr_inputs(1, 20, 2, 2, 8, 12, gate="resets", num_states=1)
-    q, k, v, alpha, beta, gk = (np.asarray(x[name][0], np.float64) for name in ("q", "k", "v", "a", "b", "gk"))
-    S, want = np.asarray(x["initial_state"][0], np.float64), np.empty((20, 2, 12))
-    for i in range(20):
-        read = (S * alpha[i][..., None]).sum(-2, keepdims=True)
-        S = S * np.exp(gk[i])[..., None] + k[i][..., None] * v[i][:, None] + read * beta[i][..., None]
-        want[i] = 8**-0.5 * np.einsum("hd,hdm->hm", q[i], S)
-    o, state = function(**x, output_final_state=True)
-    assert_close("o", o[0], want, 1e-5)
-    assert_close("final_state", state[0], S, 1e-5)
-
-
 def test_two_types_of_keys():
     """Keys that are written with b and with k may have two types; nothing is promoted in silence."""
     x = make_dplr_inputs(1, 20, 1, 2, 8, 8)
@@ -68,3 +54,10 @@ def test_two_types_of_keys():
         with jax.numpy_dtype_promotion("strict"):
             o = chunk_dplr_delta_rule(**mixed)[0]
         assert_close("o", o, chunk_dplr_delta_rule(**mixed | {name: mixed[name].astype(jnp.float32)})[0], 1e-6)
+
+
+@pytest.mark.parametrize(("name", "label"), [("r", "B, T, H, K"), ("w", "B, T, HV, K")])
+def test_errors_of_rwkv7_have_its_names(name, label):
+    x = {NAMES.get(each, each): y for each, y in make_dplr_inputs(1, 4, 1, 2, 8, 8).items()}
+    with pytest.raises(ValueError, match=re.escape(f"`{name}` must have shape [{label}]; got (1, 4).")):
+        chunk_rwkv7(**x | {name: jnp.zeros((1, 4))})

@@ -1,8 +1,9 @@
-"""Tile mathematics on plain arrays."""
+"""Tile mathematics on plain arrays, and what launches and benchmarks count."""
 
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.fused_gdn.config import cost, states_cost
 from chunkwise.fused_gdn.tile import Heads, gate_sums, split_gate
 from chunkwise.shared.kernels.spans import layout
 from chunkwise.shared.testing.inputs import make_inputs
@@ -30,3 +31,18 @@ def test_no_sum_of_gates_reaches_another_sequence():
     for one, other in zip(*rows, strict=True):
         np.testing.assert_array_equal(one.reshape(2, 2, 16)[..., 6:], other.reshape(2, 2, 16)[..., 6:])
     assert jnp.any(columns[0][0][:6] != 0.0)
+
+
+SIZES = dict(B=2, T=300, H=2, HV=6, K=128, V=256)
+
+
+def test_chunked():
+    """Products with whole states cost K V, those inside a chunk C K or C V, each for a token and value head."""
+    flops = cost(**SIZES, C=64).flops
+    assert cost(**SIZES, C=64, backward=True).flops == 2 * flops
+    assert states_cost(**SIZES, C=64).flops < flops
+
+
+def test_bytes_are_those_of_the_arrays():
+    tokens, gates = 2 * 2 * (2 * 2 * 128 + 2 * 6 * 256), 2 * 2 * 4 * 6
+    assert cost(**SIZES, C=64).bytes_accessed == 300 * (tokens + gates)

@@ -1,4 +1,4 @@
-"""The tile mathematics by itself, and how the kernels are launched."""
+"""The tile mathematics by itself, how the kernels are launched, and what they say they cost."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from chunkwise.fused_gla import Config, channels, packs
+from chunkwise.fused_gla.config import cost
 from chunkwise.shared.kernels.matmul import bf16_parts, kernel_trace
 from chunkwise.shared.kernels.spans.operands import ABSENT
 from chunkwise.shared.testing.compare import STAGE_TOLERANCE, assert_close
@@ -47,16 +48,6 @@ def test_sums_of_gates_in_parts_lose_nothing(kind):
     for name in ("from_start", "to_end", "through"):
         for got in (parts, states):
             assert_close(name, getattr(got, name), getattr(whole, name), STAGE_TOLERANCE)
-
-
-def test_gates_in_bfloat16_are_exact():
-    """Per channel they enter products as they are."""
-    x = make_inputs(1, 40, 2, K=8, V=8, num_states=1, per_channel=True, gate="resets")
-    del x["beta"]
-    g = x["g"].astype(jnp.bfloat16)
-    run = jax.jit(lambda x: chunk_either_gla(**x, output_final_state=True, chunk_size=16, implementation="fused"))
-    for name, got, want in zip(("o", "state"), run(x | dict(g=g)), run(x | dict(g=g.astype(jnp.float32))), strict=True):
-        assert_close(name, got, want, STAGE_TOLERANCE)
 
 
 def gradients(x, **options):
@@ -189,3 +180,21 @@ def test_the_backward_keeps_no_padding(per_channel):
     states = 2 * 128 * 128 * 4  # before every grid step, of which there is one; padded, because a kernel wrote them
     numbers = 64  # JAX keeps a few scalars
     assert sum(y.size * y.dtype.itemsize for y in arrays) <= states + sum(y.nbytes for y in x.values()) + numbers
+
+
+SIZES = dict(B=2, T=64, K=8, V=4)
+
+
+def test_chunked():
+    sizes = SIZES | dict(H=3, HV=6, C=16)
+    want = cost(**sizes).flops
+    # 2 C K for the scores, 2 C V for what they weight, 2 K V each for the update of the state and its reading.
+    assert want == 2 * 64 * (3 * 2 * 16 * 8 + 6 * (2 * 16 * 4 + 4 * 8 * 4))
+    # With gates per channel every value head has scores of its own.
+    assert cost(**sizes, per_channel=True).flops - want == 2 * 64 * 3 * 2 * 16 * 8
+
+
+def test_backward_and_states_alone():
+    sizes = SIZES | dict(H=3, HV=3, C=16)
+    assert cost(**sizes, output=False).flops == 2 * 64 * 3 * 2 * 8 * 4
+    assert cost(**sizes, backward=True).flops > 2 * cost(**sizes).flops

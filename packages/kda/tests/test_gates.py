@@ -1,14 +1,10 @@
 """Raw gates, of which the kernels make decays: values and gradients against float64."""
 
-import re
-
-import jax
 import jax.numpy as jnp
 import pytest
 
 from chunkwise.kda import chunk_kda
 from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from chunkwise.shared.testing.tpu import text_for_tpu
 from tests.laws import raw_inputs
 from tests.poison import assert_isolated
 from tests.recurrence import assert_recurrence
@@ -56,13 +52,3 @@ def test_isolated(states):
         return dict(o=o, final_state=state) if states else dict(o=o)
 
     assert_isolated(run, x, PACKED, shared=("A_log", "dt_bias"))
-
-
-def test_raw_gates_stay_narrow():
-    """And no decay is in memory: nothing of the gates' size is float32, forward or backward."""
-    x = raw_inputs(make_inputs(1, 32, 1, 2, 256, 128, per_channel=True, dtype=jnp.bfloat16), dtype=jnp.bfloat16)
-    run = lambda x: chunk_kda(**x, use_gate_in_kernel=True, chunk_size=16, implementation="fused")[0]
-    text = text_for_tpu(jax.grad(lambda x: run(x).astype(jnp.float32).sum()), x)
-    assert "chunk_kda_bwd_c16" in text
-    assert "tensor<1x32x512xbf16>" in text
-    assert not re.search(r"tensor<1x32x(2x256|512)xf32>", text)

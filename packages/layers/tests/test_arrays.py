@@ -1,6 +1,5 @@
 """Arrays of a checkpoint: weights of 8 bits with their scales, tensors of torch, and fused names."""
 
-import dataclasses
 import json
 
 import jax
@@ -9,11 +8,6 @@ import numpy as np
 import pytest
 
 from chunkwise import layers
-from chunkwise.shared.testing.compare import error
-
-# Full rank differs in one projection, which the fixtures of published files load.
-THOROUGH = dict(test_a_gate_of_full_rank=True)
-
 
 D = 40
 CONFIG = layers.GatedDeltaNetConfig(D, 2, 4, 16, 16)
@@ -208,6 +202,11 @@ def test_kimi_k3():
     named = kimi_k3()
     weights = layers.load_kimi_delta_attention(named, KIMI)
     assert [x.shape for x in (*weights.f, *weights.z)] == [(D, 16), (16, 32), (D, 32)]
+    made = jax.eval_shape(lambda: layers.init_kimi_delta_attention(jax.random.key(0), KIMI))
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, weights)
+    specs = layers.shardings(KIMI, {"heads": "model"}).weights
+    assert jax.tree.structure(specs) == jax.tree.structure(made)
+    assert specs.z == (jax.sharding.PartitionSpec(None, "model"),)
     padded = named | {"A_log": np.pad(named["A_log"], (0, 6))}
     same(layers.load_kimi_delta_attention(padded, KIMI), weights)
     same(layers.load_kimi_delta_attention(named | {"A_log": named["A_log"].reshape(1, 1, 2, 1)}, KIMI), weights)
@@ -218,19 +217,3 @@ def test_kimi_k3():
     fused = {name: x for name, x in named.items() if name not in [f"{each}_proj.weight" for each in "qkv"]}
     fused["qkv_proj.weight"] = np.concatenate([named[f"{each}_proj.weight"] for each in "qkv"])
     same(layers.load_kimi_delta_attention(fused, KIMI), weights)
-
-
-def test_a_gate_of_full_rank():
-    """It is a layer whose factors of the gate are multiplied."""
-    factored = dataclasses.replace(KIMI, full_rank_gate=False)
-    weights = layers.init_kimi_delta_attention(jax.random.key(0), factored)
-    whole = weights._replace(z=(jnp.dot(*weights.z, precision="highest"),))
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-    assert shapes(layers.init_kimi_delta_attention(jax.random.key(0), KIMI)) == shapes(whole)
-    specs = layers.shardings(KIMI, {"heads": "model"}).weights
-    assert jax.tree.structure(specs) == jax.tree.structure(whole)
-    assert specs.z == (jax.sharding.PartitionSpec(None, "model"),)
-    x = jax.random.normal(jax.random.key(1), (1, 20, D))
-    y, _ = layers.kimi_delta_attention(x, whole, KIMI, implementation="xla")
-    expected, _ = layers.kimi_delta_attention(x, weights, factored, implementation="xla")
-    assert error(y, expected) < 1e-5

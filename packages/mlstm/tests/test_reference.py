@@ -171,3 +171,16 @@ def test_a_traced_scale_of_divided_outputs_is_read():
     run = lambda scale: chunk_mlstm(q, q, q, *[jnp.zeros((1, 16, 1))] * 2, scale=scale, implementation="fused")[0]
     program = jax.make_jaxpr(run)(jnp.float32(0.5)).jaxpr
     assert any(program.invars[0] in step.invars for step in program.eqns if step.outvars[0].aval.ndim)
+
+
+def test_no_pool():
+    with pytest.raises(TypeError, match="keyword argument 'state_indices': the recurrent and ragged functions"):
+        recurrent_mlstm(**make(T=1), state_indices=jnp.zeros(1, jnp.int32))
+
+
+def test_errors_have_its_name():
+    """What a kernel lacks is said of the function that was called."""
+    x = make(T=4)
+    run = lambda q: chunk_mlstm(**x | dict(q=q), implementation="fused")[0]
+    with pytest.raises(NotImplementedError, match="chunk_mlstm has no forward-mode derivative"):
+        jax.jvp(run, (x["q"],), (x["q"],))

@@ -26,12 +26,10 @@ GOOD = dict(x=spec(2, 8, 4, 16), z=spec(2, 8, 4, 16), weight=spec(16))
         (dict(config=1), "`config` must be None or a chunkwise.norm_gated.Config; got 1."),
         (dict(config=Config(16, 3, 16)), "a divisor of 4 groups; got Config(rows=16, groups=3, strip=16)."),
         (dict(eps=-1.0), "`eps` must be a number, at least 0; got -1.0."),
-        (
-            dict(eps=jnp.float32(1e-6)),
-            "`eps` must be a number, at least 0, known when the program is built; got an array float32 ().",
-        ),
+        (dict(eps=jnp.float32(1e-6)),
+         "`eps` must be a number, at least 0, known when the program is built; got an array float32 ()."),
     ],
-)
+)  # fmt: skip
 def test_value_error(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         rms_norm_gated(**GOOD | wrong)

@@ -256,22 +256,16 @@ WRONG_COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG_COMPOSED)
-def test_operators_by_composition(message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        check_inputs(**WRONG_COMPOSED[message])
-
-
 RECIPES = {x.chunk.__name__: x for x in COMPOSITIONS if x.values}
 OF_RECIPES = {name: x.inputs(B, T, H, HV, K, K) for name, x in RECIPES.items()}
 RWKV6, MAMBA3 = (OF_RECIPES[f"chunk_{name}"] for name in ("rwkv6", "mamba3"))
 PRECOND = OF_RECIPES["chunk_precond_kda"]
-WRONG_RECIPES = {
+WRONG_COMPOSED |= {
     "`w` must be at most 0, the log of a decay; got 0.5 at [1, 3, 0, 0].": put(RWKV6, "w", (1, 3, 0, 0), 0.5),
     "`u` must be finite; got nan at [0, 2].": put(RWKV6, "u", (0, 2), jnp.nan),
     "`u` must have shape [H, K] = (2, 4); got (2, 3).": RWKV6 | dict(u=RWKV6["u"][:, :3]),
     "`trap` must be from 0 to 1; got 1.5 at [0, 1, 1].": put(MAMBA3, "trap", (0, 1, 1), 1.5),
-    "`dt` must be from 0 to inf; got -1 at [0, 1, 1].": put(MAMBA3, "dt", (0, 1, 1), -1.0),
+    "`dt` must be from 0 to inf; got -1 at [1, 1, 1].": put(MAMBA3, "dt", (1, 1, 1), -1.0),
     "`beta_atk` must be from 0 to 1; got 2 at [1, 5, 0].": put(PRECOND, "beta_atk", (1, 5, 0), 2.0),
     "`beta_atk` must come with all arrays of its operator; got ['beta', 'beta_atk', 'g', 'k', 'q', 'v'].": {
         name: y for name, y in PRECOND.items() if name not in ("g_atk", "log_atk_scale")
@@ -279,25 +273,22 @@ WRONG_RECIPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", WRONG_RECIPES)
-def test_recipes(message):
+@pytest.mark.parametrize("message", WRONG_COMPOSED)
+def test_operators_by_composition(message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        check_inputs(**WRONG_RECIPES[message])
-    with pytest.raises(
-        TypeError, match=r"chunk_rwkv6\(\) got an unexpected keyword argument 'use_qk_l2norm_in_kernel'"
-    ):
+        check_inputs(**WRONG_COMPOSED[message])
+
+
+def test_an_argument_that_a_recipe_lacks():
+    message = r"chunk_rwkv6\(\) got an unexpected keyword argument 'use_qk_l2norm_in_kernel'"
+    with pytest.raises(TypeError, match=message):
         check_inputs(**RWKV6, use_qk_l2norm_in_kernel=True)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_padding_of_recipes_may_hold_anything(name):
-    arrays = {key: y[:1] if y.ndim > 2 else y for key, y in OF_RECIPES[name].items()}
-    boundaries = jnp.array([0, 2, 5], jnp.int32)
-    tokens = {key: y for key, y in arrays.items() if y.ndim > 2}
-    check_inputs(**arrays | poison_padding(tokens, boundaries), cu_seqlens=boundaries, allow_padding=True)
+COMPOSED = dict(product=PRODUCT, dplr=DPLR, mlstm=MLSTM, mamba2=MAMBA2) | OF_RECIPES
 
 
-@pytest.mark.parametrize("x", [PRODUCT, DPLR, MLSTM, MAMBA2], ids=["product", "dplr", "mlstm", "mamba2"])
+@pytest.mark.parametrize("x", COMPOSED.values(), ids=COMPOSED)
 def test_padding_of_operators_by_composition_may_hold_anything(x):
     arrays = {name: y if name in NOT_TOKENS else y[:1] for name, y in x.items() if hasattr(y, "shape")}
     more = {name: y for name, y in x.items() if name not in arrays}

@@ -84,14 +84,6 @@ def test_the_old_name_of_min_gate(function):
         function(**x, gate_lower_bound=-5.0, min_gate=-5.0)
 
 
-def test_the_rank_of_the_gate_is_the_operators():
-    x = OPERATORS["chunk_gla"].source.inputs(1, 4, 1, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV\]; got \(1, 4, 1, 8\)"):
-        pipeline.chunk_simple_gla(**x)
-    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, HV, K\]; got \(1, 4, 1\)"):
-        pipeline.chunk_gla(**x | {"g": x["g"][..., 0]})
-
-
 TOO_LARGE = dict(chunk_gated_delta_rule=257, chunk_kda=257, chunk_gla=2048, chunk_simple_gla=2048)
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from chunkwise import pipeline
 from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS
 from chunkwise.shared.testing.compare import assert_close, by_part, tolerance
-from chunkwise.shared.testing.inputs import boundaries
+from chunkwise.shared.testing.inputs import boundaries, make_inputs
 
 EVERY = OPERATORS | COMPOSED
 MODES = {
@@ -102,6 +103,8 @@ THOROUGH = dict(
     test_a_float64_scale_is_a_float32_scale=lambda operator: (
         (operator.chunked and operator.delta) or operator.name in OF_OTHERS
     ),
+    # A pool comes with boundaries too.
+    test_wide_integers_of_numpy_are_those_of_32_bits=lambda name: name != "state_indices",
 )
 
 
@@ -174,3 +177,25 @@ def test_bfloat16_tensors_are_not_promoted(operator):
         total = lambda x: jnp.sum(operator.function(**x, implementation="fused")[0].astype(jnp.float32))
         gradients = jax.eval_shape(jax.grad(total), x)
     assert jax.tree.map(lambda y: y.dtype, gradients) == jax.tree.map(lambda y: y.dtype, x)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "segment_ids", "state_indices", "step"])
+def test_wide_integers_of_numpy_are_those_of_32_bits(name):
+    """numpy counts in 64 bits."""
+    x, pool = make_inputs(1, 8, 1, 2, 16, 16), jnp.ones((4, 2, 16, 16))
+    boundaries, indices = np.array([0, 3, 8]), np.array([2, 0])
+
+    def call(of):
+        if name == "segment_ids":
+            return pipeline.chunk_gated_delta_rule(**x, segment_ids=of(np.array([[0] * 3 + [1] * 5])))
+        if name == "cu_seqlens":
+            return pipeline.chunk_gated_delta_rule(**x, cu_seqlens=of(boundaries))
+        slots = dict(cu_seqlens=of(boundaries), state_indices=of(indices))
+        if name == "state_indices":
+            return pipeline.recurrent_gated_delta_rule(**x, **slots, initial_state=pool, output_final_state=True)
+        slots |= dict(read_indices=of(np.array([1, 3])), num_decodes=of(np.array(0)), num_sequences=of(np.array(2)))
+        return pipeline.ragged_gated_delta_rule(**x, **slots, states=pool)
+
+    for have, want in zip(call(lambda y: y), call(lambda y: jnp.asarray(y, jnp.int32)), strict=True):
+        if want is not None:
+            np.testing.assert_array_equal(have, want)

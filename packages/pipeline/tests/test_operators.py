@@ -2,15 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline import chunk_simple_gla
 from chunkwise.pipeline.operators import CHUNKED
-from chunkwise.shared.testing.compare import GRADIENT_TOLERANCE, TOLERANCE, assert_close, error
-from chunkwise.shared.testing.inputs import boundaries, make_inputs
+from chunkwise.shared.testing.compare import TOLERANCE, assert_close, error
+from chunkwise.shared.testing.inputs import boundaries
 from chunkwise.shared.testing.oracle import reference
 from tests.recurrence import assert_recurrence
 
@@ -21,7 +19,6 @@ THOROUGH = dict(
     test_outputs_and_gradients=lambda operator, implementation, packed: (
         not packed or implementation != "staged" or operator.name != "chunk_gla"
     ),
-    test_gradient_of_strong_constant_gates_staged=lambda packed: packed,
     test_chunks_of_none=lambda operator: operator.per_channel or operator.delta,
     test_what_the_docstring_says_of_the_stages=True,
 )
@@ -44,30 +41,6 @@ def test_outputs_and_gradients(operator, implementation, packed):
     for gate in ("logsigmoid", "resets"):
         inputs = operator.source.inputs(1, 70, 2, 4, 16, 24, num_states=states, gate=gate, normalise=False)
         assert_recurrence(operator.function, inputs, **options)
-
-
-# The package tests the other two.
-@pytest.mark.parametrize(("chunk_size", "packed"), [(16, True), (64, False)])
-def test_gradient_of_strong_constant_gates_staged(chunk_size, packed):
-    """Each head by itself: it is a sum of terms of e^g_gamma, beside others of 1 that do not depend on the gate."""
-    inputs = make_inputs(1, 70, 3, 3, 8, 8, num_states=4 if packed else 1)
-    del inputs["beta"], inputs["g"]
-    gamma = jnp.array([-1.0, -5.0, -30.0])
-    options = {"cu_seqlens": PACKED} if packed else {}
-    rng = np.random.default_rng(1)
-    do, dht = (rng.standard_normal(inputs[x].shape) for x in ("v", "initial_state"))
-
-    def loss(gamma):
-        o, state = chunk_simple_gla(
-            **inputs, g_gamma=gamma, **options, output_final_state=True, chunk_size=chunk_size,
-            implementation="staged",
-        )  # fmt: skip
-        return jnp.sum(o * do) + jnp.sum(state * dht)
-
-    want = reference(**inputs, g_gamma=gamma, **options, do=do, dht=dht)[2]["g_gamma"]
-    got = jax.grad(loss)(gamma)
-    for head, strength in enumerate(gamma):
-        assert_close(f"dg_gamma at {strength}", got[head], want[head], GRADIENT_TOLERANCE["float32"])
 
 
 @named(CHUNKED)

@@ -12,8 +12,12 @@ import pytest
 from jax.experimental import checkify
 
 from chunkwise import pipeline
+from chunkwise.fused_gla.operator import GLA, SIMPLE_GLA
+from chunkwise.kda.operator import OPERATOR as KDA
 from chunkwise.pipeline import check_step, ragged_gated_delta_rule
+from chunkwise.shared.testing.inputs import make_inputs
 from tests.engine import PREFILLS, Engine, Oracle, describe, make_rubbish, make_wrong
+from tests.pool_suite import PREFILL_TOKENS, assert_prefills
 from tests.ragged_suite import HV, OPERATORS, K, V, make_tokens, token_of
 
 T, N, SLOTS, BLOCK, CHUNK = 160, 6, 40, 32, 16
@@ -27,6 +31,10 @@ THOROUGH = dict(
     # Decodes and convolutions have them, too.
     test_what_does_not_exist_is_none=True,
     test_rubbish_stays_in_the_pool=True,
+    # Prefills over a pool are written once, and steps have pools of the other types.
+    test_prefills=lambda operator, dtype, pool, blocks: (
+        operator is not KDA or (dtype, pool, blocks) != (jnp.float32, jnp.bfloat16, True)
+    ),
 )
 all_operators = pytest.mark.parametrize("operator", OPERATORS)
 all_implementations = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "staged"])
@@ -197,6 +205,19 @@ def test_rubbish_stays_in_the_pool(operator, implementation):
             assert after[slot].tobytes() == pool[slot].tobytes(), f"slot {slot} has changed"
 
     check()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("pool", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("operator", [KDA, GLA, SIMPLE_GLA], ids=lambda operator: operator.name)
+def test_prefills(operator, dtype, pool, blocks):
+    """They start from slots of a pool of states and end in them."""
+    x = make_inputs(1, PREFILL_TOKENS, 1, 2, 16, 24, dtype=dtype, per_channel=operator is not SIMPLE_GLA)
+    if operator is not KDA:
+        del x["beta"]
+    options = dict(use_qk_l2norm_in_kernel=True) if operator is KDA else {}
+    assert_prefills(operator, x, pool, blocks=blocks, chunk_size=16, **options)
 
 
 # A step that is right: two decodes, one of them speculates, and a prefill that keeps a block.

@@ -1,6 +1,5 @@
 """Every recipe against its definition in float64: values, gradients, packs, states, decodes; and what it refuses."""
 
-import functools
 import inspect
 import re
 
@@ -19,8 +18,8 @@ from chunkwise.recipes import (
     rwkv6,
     sequences,
 )
-from chunkwise.shared.testing.compare import assert_close, by_part
-from chunkwise.shared.testing.inputs import boundaries, spec
+from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.inputs import boundaries
 from tests.composition_suite import Kind, assert_values_and_gradients
 from tests.documents import check_call
 
@@ -36,7 +35,6 @@ THOROUGH = dict(
     test_values_and_gradients=lambda name, call, form, implementation: (name, call, form, implementation) not in QUICK,
     test_bfloat16=True,
     test_groups_of_value_heads=True,
-    test_decode_goes_on=lambda name: name in ("chunk_hgrn2", "chunk_precond_kda"),
 )
 
 
@@ -53,24 +51,6 @@ def test_values_and_gradients(name, call, form, implementation):
 @pytest.mark.parametrize("name", KINDS)
 def test_bfloat16(name):
     assert_values_and_gradients(KINDS[name], "chunk", "rows", "xla", jnp.bfloat16)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_decode_goes_on(name):
-    """The state of a chunked call of 9 tokens, and two decodes of a token from it, are a call of 11 tokens."""
-    kind = KINDS[name]
-    x = kind.inputs(1, 11, 1, 2, 8, 16, num_states=1)
-    at = lambda tokens: {n: y[:, tokens] if getattr(y, "shape", (0, 0))[1:2] == (11,) else y for n, y in x.items()}
-    run = lambda call, x: jax.jit(functools.partial(call, output_final_state=True))(**x)
-    whole, last = run(kind.chunk, x)
-    o, state = run(kind.chunk, at(slice(9)))
-    found = [o]
-    for t in (9, 10):
-        o, state = run(kind.recurrent, at(slice(t, t + 1)) | dict(initial_state=state))
-        found.append(o)
-    assert_close("o", np.concatenate(found, axis=1), whole, 1e-5)
-    for part, y in by_part({"state": last}).items():
-        assert_close(part, by_part({"state": state})[part], y, 1e-5)
 
 
 def test_groups_of_value_heads():
@@ -112,33 +92,6 @@ def test_other_sequences_stay_clean():
     np.testing.assert_array_equal(sums[0, 4:, 0], np.arange(1.0, 6.0))
     for gradient in pull(jnp.ones_like(sums)):
         assert np.isfinite(np.asarray(gradient)[0, 4:]).all()
-
-
-def wrong(x, name, y, message):
-    return pytest.param(x, {name: y}, message, id=f"{x.chunk.__name__}-{name}")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "change", "message"),
-    [
-        wrong(hgrn2.RECIPE, "g", spec(1, 4, 2), "`g` must have shape [B, T, H, K]; got (1, 4, 2)."),
-        wrong(rwkv6.RECIPE, "u", spec(2, 4), "`u` must have shape [H, K] = (2, 8); got (2, 4)."),
-        wrong(rwkv6.RECIPE, "cu_seqlens", np.array([0, 5]),
-              "`cu_seqlens` must rise from 0 to at most T = 4; got [0, 5]."),
-        wrong(mamba3.RECIPE, "angles", spec(1, 4, 2, 5), "`angles` must have at most K / 2 channels; got 5 for K = 8."),
-        wrong(mamba3.RECIPE, "initial_state", spec(1, 2, 8, 8),
-              "`initial_state` must be None or a tuple Mamba3State (S, angle, k, v); got"),
-        wrong(preconditioned.BY_HEAD, "g", spec(1, 4, 2, 8), "`g` must have shape [B, T, HV]; got (1, 4, 2, 8)."),
-        wrong(preconditioned.BY_HEAD, "x", 1.0, "`x` must be a number above 1; got 1.0."),
-        wrong(preconditioned.BY_CHANNEL, "initial_state", (spec(1, 2, 8, 8), spec(1, 2, 4)),
-              "`initial_state.A` must have shape [N, H, K] = (1, 2, 8); got (1, 2, 4)."),
-    ],
-)  # fmt: skip
-def test_errors(recipe, change, message):
-    x = recipe.inputs(1, 4, 2, 2, 8, 8)
-    for function in (recipe.chunk, recipe.recurrent):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            function(**x | change)
 
 
 @pytest.mark.parametrize("function", [y for x in RECIPES for y in (x.chunk, x.recurrent)])

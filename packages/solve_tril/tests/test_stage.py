@@ -27,12 +27,9 @@ STAGE = stages.StageSpec(
     wrong=(
         (dict(A=spec(2, 64, 64)), "`A` must have shape [B, T, HV, C]; got (2, 64, 64)."),
         (dict(A=spec(2, 64, 1, 48)), "`A` must have a last dimension of one of (16, 32, 64, 128); got 48."),
-        (
-            dict(A_inv=spec(2, 64, 2, 64)),
-            "`A_inv` must have shape [B, T, HV, C] = (2, 64, 4, 64); got (2, 64, 2, 64).",
-        ),
+        (dict(A_inv=spec(2, 64, 2, 64)), "`A_inv` must have shape [B, T, HV, C] = (2, 64, 4, 64); got (2, 64, 2, 64)."),
     ),
-)
+)  # fmt: skip
 
 
 class TestStage(stages.StageTests):

@@ -1,10 +1,11 @@
-"""GDN-2 and Comba against the float64 recurrence, with the same rounded inputs."""
+"""GDN-2 and Comba against the float64 recurrence, with the same rounded inputs, and with raw gates."""
 
 import jax.numpy as jnp
 import pytest
 
 from chunkwise.shared.testing.inputs import boundaries
 from tests.either_two_keys import KINDS
+from tests.laws import raw_inputs
 from tests.recurrence import assert_recurrence
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -20,6 +21,8 @@ THOROUGH = dict(
         (kind, implementation, dtype, case) != ("gdn2", "fused", jnp.float32, "repeated keys")
     ),
     test_erase_gates_of_0_and_2=True,
+    # The laws are those of kda, whose tests have them.
+    test_raw_gates=True,
     test_packed=lambda kind, implementation, states: (kind, implementation, states) != ("comba", "fused", True),
     test_decode=lambda kind, implementation, dtype: (kind, implementation, dtype) != ("gdn2", "fused", jnp.float32),
 )
@@ -75,3 +78,21 @@ def test_packed(kind, implementation, states):
 def test_decode(kind, implementation, dtype):
     x = KINDS[kind].inputs(3, 3, 1, 2, 130, 7, dtype=dtype, num_states=3, normalise=False)
     assert_recurrence(KINDS[kind].recurrent, x, implementation=implementation, use_qk_l2norm_in_kernel=True)
+
+
+SIGMOIDS = {"gdn2": ("erase", "write"), "comba": ("beta",)}
+
+
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", ["xla", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_raw_gates(kind, implementation, dtype, form):
+    """Erase gates and step sizes are doubled."""
+    x = raw_inputs(KINDS[kind].inputs(1, 24, 1, 2, 8, 8, dtype=dtype, num_states=4), dtype=dtype)
+    raw = dict.fromkeys((f"use_{name}_sigmoid_in_kernel" for name in SIGMOIDS[kind]), True)
+    assert_recurrence(
+        getattr(KINDS[kind], form), x, **raw, **dict(chunk_size=16) if form == "chunk" else {},
+        use_gate_in_kernel=True, allow_neg_eigval=True, cu_seqlens=boundaries(1, 17, 0, 3),
+        implementation=implementation,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from chunkwise.shared.call import arguments, checks, gates
 from chunkwise.shared.call.arguments import Arguments, Options
-from chunkwise.shared.kernels import chunking, interleaved
+from chunkwise.shared.kernels import interleaved
 from chunkwise.shared.plain import stream
 from chunkwise.shared.serving import run, state_pool, step_table
 
@@ -34,15 +34,18 @@ def check_counts(x: Arguments, options: Options, form: str) -> tuple[Arguments, 
     return x._replace(cu_seqlens=step_table.boundaries_of(x.cu_seqlens, x.slots, x.q.shape[1])), options
 
 
+def valid_tokens(x: Arguments, options: Options) -> jax.Array | None:
+    """Return which tokens of the user on a device are not padding; None if there can be no padding."""
+    axes = checks.check_context_axis(options.context_axis)
+    return stream.valid_tokens(x.cu_seqlens, x.segment_ids, x.q.shape[1], axes)
+
+
 def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     """Return arguments whose gates g [B, T, ...] are decays, in the place of raw gates of a law."""
     law = options.activation.law
     if law is None:
         return x, options
-    T, axes, ends = x.g.shape[1], checks.check_context_axis(options.context_axis), x.cu_seqlens
-    if axes and ends is not None:
-        ends = stream.local_boundaries(ends, T, axes)
-    g = gates.decays(x.g, x.A_log, x.dt_bias, law, chunking.valid_tokens(ends, x.segment_ids, T))
+    g = gates.decays(x.g, x.A_log, x.dt_bias, law, valid_tokens(x, options))
     activation = options.activation._replace(use_gate_in_kernel=False, lower_bound=None)
     return x._replace(g=g, A_log=None, dt_bias=None), options._replace(activation=activation)
 

@@ -26,7 +26,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     by_token = check(x, options, n)
     checked, options = composition.check_counts(by_token, options, form)
     x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
-    g: Any = None if x.g is None else interleaved.place(x.g, n, 0).whole()
+    g: Any = None if x.g is None else interleaved.whole(interleaved.place(x.g, n, 0))
     x = x._replace(q=interleaved.place(x.q, n, n - 1), g=g)
     return composition.over_tokens(OPERATOR, form, x, options, implementation, n)
 

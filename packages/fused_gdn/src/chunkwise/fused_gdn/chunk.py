@@ -1,6 +1,6 @@
 """One chunk of one head of the gated delta rule, and its gradient, in the names of docs/gated-delta-rule.md.
 
-kernel.py and kernel_bwd.py compute the same on a schedule, for many heads at once. tests/test_chunk.py holds them
+kernel.py and kernel_bwd.py compute the same on a schedule, for many heads at once. Tests of the pipeline hold them
 to this file. Matrix products have the precision of the context: on a TPU, call both functions under
 `jax.default_matmul_precision("highest")`.
 

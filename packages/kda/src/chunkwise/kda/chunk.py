@@ -1,7 +1,7 @@
 """One chunk of one head of Kimi delta attention, and its gradient, in the names of docs/kda.md.
 
 kernel.py and kernel_bwd.py compute the same on a schedule, for many heads at once and without the array D.
-tests/test_chunk.py holds them to this file. Matrix products have the precision of the context: on a TPU, call both
+Tests of the pipeline hold them to this file. Matrix products have the precision of the context: on a TPU, call both
 functions under `jax.default_matmul_precision("highest")`.
 
 Dims: C tokens of the chunk, K and V key and value dimensions. In the einsums i and j are tokens, k is a channel.

@@ -16,11 +16,11 @@ from jax import lax
 
 from chunkwise.fused_gla import config
 from chunkwise.fused_gla import operator as gla
+from chunkwise.shared import composition
 from chunkwise.shared.call import arguments, checks, configs, signature
 from chunkwise.shared.call.arguments import Arguments, Options
 from chunkwise.shared.implementation import implementations
 from chunkwise.shared.kernels import chunking
-from chunkwise.shared.plain import stream
 
 # It has the implementations of simple gated linear attention. Its tensors are checked by their own names.
 OPERATOR = dataclasses.replace(gla.SIMPLE_GLA, name="mamba2", check=lambda x, options: None)
@@ -30,7 +30,8 @@ LEAST_WEIGHT = 2.0**-100
 
 def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     x, options, implementation = checked(named)
-    valid = _valid_tokens(x, options)
+    x, options = composition.check_counts(x.with_int32(), options, form)
+    valid = composition.valid_tokens(x, options)
     dt, A = step_sizes(named, valid), jnp.asarray(named["A"], jnp.float32)
     skip = None if named["D"] is None else jnp.asarray(named["D"], jnp.float32)
     skip = skip if skip is None or skip.ndim == 2 else jnp.broadcast_to(skip[:, None], x.v.shape[2:])
@@ -47,7 +48,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         # Of z by head XLA would turn whole arrays around for the gradients of projections.
         flat = lambda y: y.reshape(*y.shape[:2], -1).astype(jnp.float32)
         gated = flat(o) * jax.nn.silu(flat(chunking.select_tokens(valid, jnp.asarray(z))))
-        o = gated.reshape(o.shape).astype(o.dtype)
+        o = gated.astype(o.dtype).reshape(o.shape)
     return o, state
 
 
@@ -72,14 +73,6 @@ def step_sizes(named: dict[str, Any], valid: jax.Array | None) -> jax.Array:
     low, high = map(float, named["dt_limit"])
     # The default limits need no operation: a softplus is never below 0, and other step sizes must not be.
     return dt if (low, high) == (0.0, math.inf) else jnp.clip(dt, low, high)
-
-
-def _valid_tokens(x: Arguments, options: Options) -> jax.Array | None:
-    """Return which tokens of a device are not padding; None if there can be no padding."""
-    T, axes, ends = x.v.shape[1], checks.check_context_axis(options.context_axis), x.cu_seqlens
-    if axes and ends is not None:
-        ends = stream.local_boundaries(jnp.asarray(ends), T, axes)
-    return chunking.valid_tokens(ends, x.segment_ids, T)
 
 
 def checked(named: dict[str, Any]) -> tuple[Arguments, Options, str | None]:

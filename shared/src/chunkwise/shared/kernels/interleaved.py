@@ -142,7 +142,7 @@ KINDS = Interleaved, InLanes
 
 def place(y: jax.Array, n: int, at: int) -> Any:
     """Return [B, T n, ...] with the tokens y [B, T, ...] at this place of every n tokens, and zeros at the others."""
-    return Interleaved(*(y if i == at else None for i in range(n)))
+    return Interleaved(*(y if i == at else None for i in range(n))) if n > 1 else y
 
 
 def whole(tree: object) -> Any:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from chunkwise.shared.kernels import chunking
+
 
 def first_token(T: int, axis) -> jax.Array:
     """Return, int32, the number in the stream of the first token of this device."""
@@ -25,6 +27,13 @@ def document_ids(cu_seqlens: jax.Array, T: int, axis, before: int) -> jax.Array:
 def local_boundaries(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:
     """Return the boundaries of the documents within the tokens of this device; documents elsewhere are empty."""
     return jnp.clip(cu_seqlens - first_token(T, axis), 0, T)
+
+
+def valid_tokens(cu_seqlens: jax.Array | None, segment_ids: jax.Array | None, T: int, axis) -> jax.Array | None:
+    """Return which of the T tokens of a device are not padding, bool; None if none can be. The axis may be None."""
+    if axis and cu_seqlens is not None:
+        cu_seqlens = local_boundaries(cu_seqlens, T, axis)
+    return chunking.valid_tokens(cu_seqlens, segment_ids, T)
 
 
 def documents_end(cu_seqlens: jax.Array, T: int, axis) -> jax.Array:

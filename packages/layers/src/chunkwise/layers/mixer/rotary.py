@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkwise.layers.mixer import running
 from chunkwise.shared.call import checks
@@ -32,8 +33,16 @@ def turn(x: jax.Array, position: jax.Array, frequencies: tuple[float, ...], scal
 
     The turned channels are multiplied by a scale; channels from 2 n on stay as they are.
     """
-    n = len(frequencies)
-    angle = position[..., None, None] * jnp.array(frequencies, jnp.float32)[None, None, None]  # [B, T, 1, n]
-    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
-    a, b, others = jnp.split(x.astype(jnp.float32), (n, 2 * n), axis=3)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, others], axis=3).astype(x.dtype)
+    n, K = len(frequencies), x.shape[3]
+    # The channel that turns with each channel comes from a product, because XLA would copy x for every slice of heads.
+    pair = np.zeros((K, K), np.float32)
+    pair[range(n, 2 * n), range(n)], pair[range(n), range(n, 2 * n)] = -1.0, 1.0
+    other = jnp.einsum(
+        "bthk,kc->bthc", x, jnp.asarray(pair, x.dtype), precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    angle = position[..., None] * jnp.array(frequencies, jnp.float32)[None, None]  # [B, T, n]
+    rest = jnp.zeros((*angle.shape[:2], K - 2 * n), jnp.float32)
+    of_pairs = lambda y, fill: jnp.concatenate([y * scale, y * scale, rest + fill], axis=2)[:, :, None]
+    cos, sin = of_pairs(jnp.cos(angle), 1.0), of_pairs(jnp.sin(angle), 0.0)
+    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)

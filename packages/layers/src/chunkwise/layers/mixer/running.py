@@ -137,9 +137,7 @@ class Sequences:
         (B, T, _), ids, ends = x.shape, *map(checks.as_int32, (self._packing["segment_ids"], self.cu_seqlens))
         checks.check_packed(ends, B)
         checks.check_segment_ids(ids, B, T, ends)
-        if ends is not None and self.context_axis is not None:
-            ends = stream.local_boundaries(ends, T, self.context_axis)
-        return chunking.valid_tokens(ends, ids, T)
+        return stream.valid_tokens(ends, ids, T, self.context_axis)
 
     def _decodes(self, x) -> bool:
         """Return whether each row of x is one token."""

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from chunkwise.shared import tuning
-from chunkwise.shared.kernels import activations, gate_activation, packed, tiles
+from chunkwise.shared.kernels import activations, gate_activation, tiles
 from chunkwise.shared.kernels.spans import pools
 from chunkwise.shared.serving.decode import copies, reads, ring, table, tile
 from chunkwise.shared.serving.decode.records import DecodeStatic
@@ -128,8 +128,7 @@ def _fold_heads(refs: DecodeRefs, s: DecodeStatic, at, some: int, channels: int,
         decay = refs.work.folded_decay[pl.ds(row, 1), :]
         # A decay that all channels share stays one number, unless scales of channels multiply it.
         decay = decay[:, :channels] if scale_in is None else decay * scale_in[(*at, pl.ds(h, 1))]
-        rows = pl.ds(row, tokens, stride=s.HV)
-        of_head = refs.work.folded_keys[rows, :], refs.work.folded_writes[rows, :]
+        of_head = [reads.load_spaced(y, row, tokens, s.HV) for y in (refs.work.folded_keys, refs.work.folded_writes)]
         found.append((h, *ring.apply_ring(before[(*at, h)], *of_head, decay, refs.buffers.ring_write.dtype)))
     # All heads are read before one is written, so that their products may overlap.
     for h, S, scales in found:

@@ -71,7 +71,7 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
         first, row = 8 * m * h, tile.row_of(h, s)
         found: list[Any]
         if on_matrix_unit and not s.transposed:
-            of_part = [refs.work.products[pl.ds(first + j, m, stride=8), :] for j in range(2 * tile.PARTS)]
+            of_part = [load_spaced(refs.work.products, first + j, m, 8) for j in range(2 * tile.PARTS)]
             found = [sum(of_part[0::2]), sum(of_part[1::2])]
         else:
             found = [refs.work.products[first + j * m : first + (j + 1) * m, :] for j in range(2)]
@@ -82,11 +82,19 @@ def read_states(refs: DecodeRefs, s: DecodeStatic, b, counts, rows, decays) -> l
     return reads
 
 
+def load_spaced(ref: jax.Ref, first: Any, count: int, stride: int) -> jax.Array:
+    """Return `count` rows of a Ref [rows, lanes], `stride` rows apart."""
+    # A load with a stride takes one register of lanes.
+    if ref.shape[1] > packed.LANES:
+        return jnp.concatenate([ref[pl.ds(first + i * stride, 1), :] for i in range(count)])
+    return ref[pl.ds(first, count, stride=stride), :]
+
+
 def _factors(refs: DecodeRefs, s: DecodeStatic, b) -> list[jax.Array]:
     """Return the factor of every value head; an empty list if there is none."""
     n, factors = refs.buffers.before.shape[1], []
     if refs.work.starts is not None:
-        factors.append([refs.work.starts[pl.ds(tile.row_of(h, s), n, stride=s.HV), :] for h in range(s.HV)])
+        factors.append([load_spaced(refs.work.starts, tile.row_of(h, s), n, s.HV) for h in range(s.HV)])
     if refs.buffers.scale_in is not None and not s.loops:
         factors.append([refs.buffers.scale_in[b, :, h] for h in range(s.HV)])
     return [_each(functools.reduce(operator.mul, of_head), s) for of_head in zip(*factors, strict=True)]
@@ -117,7 +125,7 @@ def _read_together(refs: DecodeRefs, s: DecodeStatic, b, heads) -> None:
     for place in range(n):
         # The rows of a sequence.
         first = tile.row_of(heads[0], s) * m
-        some = [refs.work.parts[pl.ds(first + row, 8, stride=m * s.HV), :] for row in range(place, m, n)]
+        some = [load_spaced(refs.work.parts, first + row, 8, m * s.HV) for row in range(place, m, n)]
         S = jnp.concatenate([refs.state(b, place, h) for h in heads], axis=1)
         y = tile.read_on_matrix_unit(S, jnp.concatenate(some), s)
         for j, h in enumerate(heads):
@@ -156,7 +164,7 @@ def _score_rings(refs: DecodeRefs, parts: jax.Ref, s: DecodeStatic, b, counts) -
     """
     n, m, dtype = refs.buffers.before.shape[1], refs.tokens.rows.shape[0], refs.buffers.ring_key.dtype
     some = ring.parts_of(dtype) * 2 * s.HV
-    rows = [[parts[pl.ds(row, some, stride=m), :] for row in range(place, m, n)] for place in range(n)]
+    rows = [[load_spaced(parts, row, some, m) for row in range(place, m, n)] for place in range(n)]
     keys = []
     for place, count in enumerate(counts):
         if refs.work.starts is None:
@@ -205,7 +213,7 @@ def _read_rings(refs: DecodeRefs, s: DecodeStatic, b, counts, weights) -> list[l
             first = place * rows + block[0] * 2 * s.decode_tokens
             refs.work.ring_reads[first : first + len(values), :] = values
     load = lambda first: jnp.concatenate(
-        [refs.work.ring_reads[pl.ds(first + t * 2 * size, n, stride=rows), :] for t in range(s.decode_tokens)]
+        [load_spaced(refs.work.ring_reads, first + t * 2 * size, n, rows) for t in range(s.decode_tokens)]
     )
     # A block has the keys and queries of its rows for every token.
     firsts = [row // size * size * 2 * s.decode_tokens + row % size for row in range(s.HV)]

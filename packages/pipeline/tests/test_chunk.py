@@ -1,11 +1,12 @@
-"""Whole operators from the mathematics of one chunk, `chunk` and `chunk_bwd` of a chunk.py, and the checks of both.
+"""chunk.py of every operator against the float64 recurrence, and the interpreted kernels against chunk.py.
 
 Dims: B batch, T tokens, H heads, K and V key and value dimensions, C chunk size, NT = T / C chunks.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from chunkwise.fused_gdn import chunk as gdn
+from chunkwise.fused_gla import chunk as gla
+from chunkwise.kda import chunk as kda
+from chunkwise.pipeline.operators import OPERATORS
 from chunkwise.shared.plain import recurrence
 from chunkwise.shared.testing import compare, inputs, oracle
+from chunkwise.two_keys import chunk as two_keys
 
 # Options of `inputs.make_inputs` by the name of a case: gates of every strength, and keys that repeat.
 CASES = {
@@ -104,13 +110,6 @@ def assert_recurrence(
     _assert_all_close(found, by_token, **FLOAT32)
 
 
-def assert_kernel(operator: Callable, chunk: Callable, chunk_bwd: Callable, x: Arrays, cotangents: Arrays) -> None:
-    """Fail unless the kernels of an operator, interpreted, give the results and the gradients of its chunk.py."""
-    found = _by_kernel(operator)(x, cotangents)
-    expected = run_chunks(chunk, chunk_bwd, x, cotangents, "float64")
-    _assert_all_close(found, expected, **FLOAT32)
-
-
 @functools.cache
 def _by_chunk(chunk, chunk_bwd):
     """Return the program of the results and gradients by `chunk` and `chunk_bwd`; it is compiled once for all cases."""
@@ -171,25 +170,44 @@ def _from_chunks(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-class ChunkTests:
-    """The chunk.py of an operator against the recurrence, and its kernels against it; a package sets the functions.
+# The chunk.py of every operator, and what `make_case` makes its inputs of.
+CHUNKS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
+    "gated_delta_rule": (gdn, dict(per_channel=False)),
+    "kda": (kda, dict(per_channel=True)),
+    "gdn2": (two_keys, dict(per_channel=True, erase="gate")),
+    "gla": (gla, dict(per_channel=True, delta_rule=False)),
+    "simple_gla": (gla, dict(per_channel=False, delta_rule=False)),
+}
+# The kernels compute the same tiles, and every package compares its operator with the recurrence, but for the kernels
+# of a layer with gates per channel, of which no other test is quick.
+THOROUGH = dict(
+    test_recurrence=True, test_kernels=lambda name: name != "gla", test_recurrence_of_erase_keys_before_the_decay=True
+)
+each_case = pytest.mark.parametrize("case", CASES)
+each_operator = pytest.mark.parametrize("name", CHUNKS)
 
-    Attributes:
-      functions: `chunk` and `chunk_bwd`.
-      operator: the operator, a static method.
-      options: of `make_case`.
-    """
 
-    functions: ClassVar[tuple[Callable, Callable]]
-    operator: ClassVar[Callable]
-    options: ClassVar[dict[str, Any]]
-    # The kernels compute the same tiles, and every package compares its operator with the recurrence.
-    THOROUGH: ClassVar = dict(test_recurrence=True, test_kernels=True)
+@each_case
+@each_operator
+def test_recurrence(name, case):
+    module, options = CHUNKS[name]
+    assert_recurrence(module.chunk, module.chunk_bwd, *make_case(case, **options))
 
-    @pytest.mark.parametrize("case", CASES)
-    def test_recurrence(self, case):
-        assert_recurrence(*self.functions, *make_case(case, **self.options))
 
-    @pytest.mark.parametrize("case", CASES)
-    def test_kernels(self, case):
-        assert_kernel(self.operator, *self.functions, *make_case(case, **self.options))
+@each_case
+@each_operator
+def test_kernels(name, case):
+    """Fail unless the kernels, interpreted, give the results and the gradients of chunk.py."""
+    (module, options), operator = CHUNKS[name], OPERATORS[f"chunk_{name}"].function
+    x, cotangents = make_case(case, **options)
+    found = _by_kernel(operator)(x, cotangents)
+    expected = run_chunks(module.chunk, module.chunk_bwd, x, cotangents, "float64")
+    _assert_all_close(found, expected, **FLOAT32)
+
+
+BEFORE_DECAY = [functools.partial(f, erase_before_decay=True) for f in (two_keys.chunk, two_keys.chunk_bwd)]
+
+
+@each_case
+def test_recurrence_of_erase_keys_before_the_decay(case):
+    assert_recurrence(*BEFORE_DECAY, *make_case(case, **CHUNKS["gdn2"][1]), erase_before_decay=True)
