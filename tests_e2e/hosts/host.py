@@ -10,13 +10,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-
-import jax
 
 from chunkwise.integrations import replacing
 from chunkwise.shared.testing import tpu
@@ -71,21 +68,6 @@ def load(distribution: str, name: str, replaced: dict | None = None) -> types.Mo
     module = module_of(path_of(distribution, name.replace(".", "/") + ".py"), name, replaced)
     put({name: module})
     return module
-
-
-def beside(theirs: Callable, ours: Callable, *arrays, rounds: int = 5) -> str:
-    """Return the least processor time of both functions, which take turns, and what they need besides their results."""
-    programs, times = [jax.jit(run).lower(*arrays).compile() for run in (theirs, ours)], ([], [])
-    for _ in range(rounds):
-        for program, found in zip(programs, times, strict=True):
-            start = time.process_time()
-            jax.block_until_ready(program(*arrays))
-            found.append(time.process_time() - start)
-    parts = []
-    for name, program, found in zip(("theirs", "ours"), programs, times, strict=True):
-        size = program.memory_analysis().temp_size_in_bytes
-        parts.append(f"{min(found) * 1e3:.0f} ms and {size / 2**20:.0f} MiB {name}")
-    return ", ".join(parts)
 
 
 def on_v6e(theirs: Callable, ours: Callable, *shapes, auto_layout: bool = False) -> dict[str, int]:

@@ -17,7 +17,7 @@ from keras_hub.src.models.qwen3_5 import qwen3_5_gated_delta_net as seam
 
 from chunkwise.integrations import keras_hub
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, count_places, gap, losses_of, trained
+from tests_e2e.hosts.host import count_places, gap, losses_of, trained
 
 THEIRS = {name: getattr(seam, f"_{name}") for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")}
 SIZES = dict(
@@ -164,10 +164,3 @@ def test_experts():
             keras.utils.set_random_seed(0)
             found.append(np.asarray(MODELS[Qwen3_5MoeCausalLM]()(x)))
     assert 0 < np.abs(found[0] - found[1]).max() < 1e-4
-
-
-def test_time_and_temporaries_on_a_cpu():
-    x = inputs(B=1, T=1024, HV=4, K=64, V=64)
-    for name, make in (("forward", lambda f: lambda x: f(x)[0]), ("and backward", lambda f: jax.grad(f, has_aux=True))):
-        functions = (THEIRS["chunk_gated_delta_rule"], keras_hub.chunk_gated_delta_rule)
-        print(f"\n{name}: {beside(*(make(functools.partial(loss, function)) for function in functions), x)}")

@@ -10,7 +10,7 @@ import pytest
 
 from chunkwise.integrations import levanter
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, module_of, on_v6e, path_of
+from tests_e2e.hosts.host import module_of, on_v6e, path_of
 
 THEIRS = module_of(path_of("marin-levanter", "levanter/layers/gated_deltanet.py"), "gated_deltanet")
 FUNCTIONS = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
@@ -52,13 +52,6 @@ def test_gradients():
     gradients = [jax.jit(jax.grad(functools.partial(loss, module)))(inputs()) for module in (THEIRS, levanter)]
     for theirs, ours in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert_close("gradient", ours, np.asarray(theirs, np.float64), 1e-5)
-
-
-def test_time_and_temporaries_on_a_cpu():
-    x = inputs(T=T.resize(1024))
-    for name, make in (("forward", lambda f: f), ("forward and backward", jax.grad)):
-        found = beside(*(make(functools.partial(loss, module)) for module in (THEIRS, levanter)), x)
-        print(f"\n{name}: {found}")
 
 
 def test_temporaries_on_v6e():

@@ -16,7 +16,7 @@ from chunkwise.integrations import maxtext
 from chunkwise.layers import GatedDeltaNetConfig, gated_delta_net
 from chunkwise.shared.testing import oracle
 from chunkwise.shared.testing.compare import assert_close, error
-from tests_e2e.hosts.host import beside, count_places, module_of, on_v6e, parts_of, path_of, put
+from tests_e2e.hosts.host import count_places, module_of, on_v6e, parts_of, path_of, put
 
 _MODES = dict(MODEL_MODE_TRAIN="train", MODEL_MODE_AUTOREGRESSIVE="autoregressive")
 _KNOWN = dict(
@@ -81,16 +81,6 @@ def test_a_token():
     got, want = (jax.jit(functools.partial(m.jax_ar_gated_delta_rule, **FLOAT32))(*x, state) for m in (maxtext, THEIRS))
     for ours, theirs in zip(got, want, strict=True):
         assert_close("result", ours, np.asarray(theirs, np.float64), 1e-6)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_time_and_temporaries_on_a_cpu(backward):
-    def function(module):
-        forward = lambda x: run(module)(*x)[0]
-        return jax.grad(lambda x: jnp.sum(forward(x) ** 2)) if backward else forward
-
-    found = beside(function(THEIRS), function(maxtext), inputs(B=1, S=1024, H=8, K=128, V=128))
-    print(f"\n{'forward and backward' if backward else 'forward'}: {found}")
 
 
 def test_temporaries_on_v6e():

@@ -22,7 +22,7 @@ from benchmarks.step import MIXTURES
 from chunkwise.command.models import Layer
 from chunkwise.integrations import tpu_inference
 from chunkwise.shared.testing.compare import assert_close
-from tests_e2e.hosts.host import beside, count_places, load, module_of, on_v6e, path_of, run_whole
+from tests_e2e.hosts.host import count_places, load, module_of, on_v6e, path_of, run_whole
 from tests_e2e.hosts.tpu_inference_bundles import load_kernel
 
 # Before the first computation of the process.
@@ -186,15 +186,6 @@ def test_beside(lengths):
         want, o = jax.jit(functools.partial(function, sizes=sizes))(x)
         assert_close("recurrent_state", state, np.asarray(want, np.float64), 1e-5)
         assert_close("out", out, np.asarray(o, np.float64), 1e-5)
-
-
-@pytest.mark.parametrize("form", ["64 decodes", "a prompt of 1,024 tokens"])
-def test_time_and_temporaries_on_a_cpu(form):
-    """tpu-inference's chunks call a kernel that a CPU does not run, so its prompt goes token by token here."""
-    decodes = form == "64 decodes"
-    x, sizes = step((1,) * 64 if decodes else (1024,), 64 if decodes else 0, 8, 16, 128)
-    found = beside(*(functools.partial(run, sizes=sizes) for run in (their_decodes if decodes else theirs, ours)), x)
-    print(f"\n{form}: {found}")
 
 
 @pytest.mark.parametrize("form", ["64 decodes", "a prompt of 8,192 tokens"])
