@@ -26,7 +26,9 @@ def but_for(*quick: str):
 
 
 THOROUGH = dict(
-    test_packed_sequences=but_for("comba_layer", "mamba2_mixer", "gated_delta_product", "mlstm_layer"),
+    test_packed_sequences=but_for(
+        "comba_layer", "gated_linear_attention", "mamba2_mixer", "gated_delta_product", "mlstm_layer"
+    ),
     # Operators and convolutions have segments of their own, and all layers hand the ids on in the same way.
     test_segments=but_for("gated_delta_net", "mlstm_layer"),
     test_an_id_of_padding=lambda name: name != "lightning_attention",
