@@ -30,7 +30,7 @@ ABOUT = common.read()
 NEWEST = bool(os.environ.get("NEWEST"))
 
 # The tests that run under every pair: of a stage all, and what an operator computes, also under the oldest Python.
-KDA = [PACKAGES["kda"] / f"tests/test_{name}.py" for name in ("reference", "errors", "tpu_compile")]
+KDA = [PACKAGES["kda"] / f"tests/test_{name}.py" for name in ("reference", "gates", "tpu_compile")]
 SAMPLE = (PACKAGES["kkt"], *KDA)
 
 # The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.

@@ -50,7 +50,8 @@ def norm_groups(
         running.by_head(flat, groups), running.by_head(z, groups), weight.reshape(groups, -1), **options,
         sharding=division.split_heads(run.sharding, groups),
     )  # fmt: skip
-    return y.reshape(o.shape)
+    # Flat first: JAX takes no groups of divided heads apart into heads.
+    return y.reshape(z.shape).reshape(o.shape)
 
 
 def is_local(run: running.Run, v, config: config.LayerConfig, groups: int) -> bool:
