@@ -164,7 +164,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     config = _layer(case)[1]
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (config.W - 1) * sum(config.channels) * 2 + mixture.W * 2 * case.HV * case.V)
-    floor = step.cycles_to_move(moved_bytes(case, mixture)[0] + more, chip)
+    floor = tpu.cycles_to_move(moved_bytes(case, mixture)[0] + more, chip)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
     if chip == "v6e" and "count" in (found := count("count_around(*of, rows=False)")):
         row["around_in_default_layout"] = found["count"]

@@ -325,7 +325,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
             return counts
     (of_kernels, digest), around = counts.pop("count_kernels"), counts.pop("count_around", None)
     decode, prefill = of_kernels.values()
-    floors = [cycles_to_move(n, chip) for n in moved_bytes(case, mixture)]
+    floors = [tpu.cycles_to_move(n, chip) for n in moved_bytes(case, mixture)]
     steps = grid_steps(case, mixture)
     row = {
         "decode_bundles": decode or None,
@@ -342,11 +342,6 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     cycles = max(decode, floors[0]) + max(prefill, floors[1]) + around
     row |= {"cycles": cycles, "to_floor": cycles / sum(floors)}
     return row | {"estimate_ms": step_ms(row, chip)}
-
-
-def cycles_to_move(moved: int, chip: str) -> int:
-    """Return the cycles that the memory of a chip takes for so many bytes."""
-    return round(moved / CHIPS[chip].bandwidth_tb_s * CHIPS[chip].clock_ghz / 1e3)
 
 
 def step_ms(row: dict, chip: str) -> float:

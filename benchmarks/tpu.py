@@ -138,6 +138,11 @@ def counts(folder: str, kernels: set[str], turns: Turns | None = None) -> dict[s
     return found
 
 
+def cycles_to_move(moved: int, chip: str) -> int:
+    """Return the cycles that the memory of a chip takes for so many bytes."""
+    return round(moved / CHIPS[chip].bandwidth_tb_s * CHIPS[chip].clock_ghz / 1e3)
+
+
 def timed(
     counted: dict[str, tuple[int, int]], moved: dict[str, int], floor: Callable[[int], float]
 ) -> dict[str, times.Launch] | None:
@@ -200,11 +205,13 @@ def read(trace: Callable[[], Any], chip: str, floor_ms: float = 0.0, turns: Turn
         moved, kinds = launch_bytes(text), operations(text)
         counted = counts(folder, set(moved), turns)
     floor = lambda n: n / CHIPS[chip].bandwidth_tb_s / 1e9
-    found, cycles_of = timed(counted, moved, floor), lambda n: round(floor(n) * CHIPS[chip].clock_ghz * 1e6)
+    found = timed(counted, moved, floor)
     return program, {
         "around_cycles": kinds.total(),
         "operations": kinds,
-        "least_kernel_cycles": sum(max(counted.get(name, (0,))[0], cycles_of(n)) for name, n in moved.items()),
+        "least_kernel_cycles": sum(
+            max(counted.get(name, (0,))[0], cycles_to_move(n, chip)) for name, n in moved.items()
+        ),
         "bundles": found and sum(x.bundles for x in found.values()),
         "grid_steps": found and sum(x.grid_steps for x in found.values()),
         "launches": found,
