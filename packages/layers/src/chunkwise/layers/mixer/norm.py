@@ -92,15 +92,19 @@ def sum_heads(run: running.Run, y, heads: int, channels: int | None = None) -> j
     return sums.reshape(*y.shape[:2], -1)
 
 
+def mean_heads(run: running.Run, y, heads: int) -> jax.Array:
+    """Return the mean of every head of y [B, T, heads size] float32, in each of its channels."""
+    return sum_heads(run, y, heads) * (heads / y.shape[2])
+
+
 def centre_heads(run: running.Run, o, heads: int) -> jax.Array:
     """Return o [B, T, HV V] without the mean of every head, in float32."""
     y = o.astype(jnp.float32)
-    return y - sum_heads(run, y, heads) * (heads / y.shape[2])
+    return y - mean_heads(run, y, heads)
 
 
 def layer_norm_heads(run: running.Run, o, weight, bias, heads: int, eps: float) -> jax.Array:
     """Return the layer norm of every head of o [B, T, HV V] in float32, with weights and biases [HV V]."""
-    mean = lambda y: sum_heads(run, y, heads) * (heads / y.shape[2])
     channels = lambda y: y.astype(jnp.float32)[None, None]
     centred = centre_heads(run, o, heads)
-    return centred * jax.lax.rsqrt(mean(centred * centred) + eps) * channels(weight) + channels(bias)
+    return centred * jax.lax.rsqrt(mean_heads(run, centred * centred, heads) + eps) * channels(weight) + channels(bias)
