@@ -81,15 +81,14 @@ def _check_read(place: Place, old: object) -> None:
     where, name, method = place.where, place.name, isinstance(place.where, type)
     home = where.__module__ if method else where.__name__
     host, here = home.partition(".")[0], getattr(old, "__module__", None) == home
-    found = here if place.imported else name.startswith("__") or (not isinstance(where, type) and reads(where, name))
     others = {x: m for x, m in sys.modules.copy().items() if x.partition(".")[0] == host and m not in (where, None)}
-    known = lambda m: (method or (here and getattr(m, name, None) is old)) and reads(m, name)
-    reader = None if method and found else next((x for x, m in others.items() if known(m)), None)
-    if reader and not method:
+    copies = (x for x, m in others.items() if here and not method and getattr(m, name, None) is old and reads(m, name))
+    if copied := next(copies, None):
         raise AttributeError(
-            f"{place.label} must be replaced before other modules import it; {reader} has, and reads what it got."
+            f"{place.label} must be replaced before other modules import it; {copied} has, and reads what it got."
         )
-    if not (found or reader):
+    readers = others.values() if isinstance(where, type) else (where,)
+    if not (here if place.imported else name.startswith("__") or any(reads(m, name) for m in readers)):
         raise AttributeError(
             f"{place.label} must be read where it is replaced; nothing reads it there in this version of the host, "
             f"where it may have moved."
