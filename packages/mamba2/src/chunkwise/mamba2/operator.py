@@ -45,7 +45,7 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         o, state = getattr(OPERATOR, form)(weighted, options, implementation)
         o = o if skip is None else with_skip(o)
     if z is not None:
-        # Of z by head XLA would turn whole arrays around for the gradients of projections.
+        # XLA would turn whole arrays around for the gradients of projections, if z were taken by head.
         flat = lambda y: y.reshape(*y.shape[:2], -1).astype(jnp.float32)
         gated = flat(o) * jax.nn.silu(flat(chunking.select_tokens(valid, jnp.asarray(z))))
         o = gated.astype(o.dtype).reshape(o.shape)

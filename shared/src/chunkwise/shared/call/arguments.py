@@ -184,7 +184,7 @@ def fold_weights(x: Arguments) -> tuple[Arguments, Callable[[jax.Array], jax.Arr
 def weigh(
     x: Arguments, weight: jax.Array, valid: jax.Array | None
 ) -> tuple[Arguments, Callable[[jax.Array], jax.Array]]:  # fmt: skip
-    """Do the same as `fold_weights` for weights [B, T, HV] and the tokens that are `valid`."""
+    """Return what `fold_weights` does, for weights [B, T, HV] that are no logs, and for the tokens that are `valid`."""
     v = chunking.select_tokens(valid, x.v).astype(jnp.float32)
     own = 0.0 if x.skip is None else x.skip[None, None] * v
     weighted = (weight[..., None] * v).astype(x.v.dtype)

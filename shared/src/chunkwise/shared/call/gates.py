@@ -151,7 +151,7 @@ def _decay_jvp(law: gate_activation.Law, primals: tuple, tangents: tuple) -> tup
 @functools.partial(jax.jit, static_argnames="doubled")
 def step_sizes(beta: jax.Array, doubled: bool, valid: jax.Array | None) -> jax.Array:
     """Return sigmoid(beta), or twice it, of beta [B, T, ...] of any type; tokens that are not `valid` hold anything."""
-    # Step sizes of channels that a projection makes by head XLA would turn around.
+    # XLA would turn the step sizes of channels around, if they were computed by head after a projection.
     flat = chunking.select_tokens(valid, beta).reshape(*beta.shape[:2], -1).astype(jnp.float32)
     size = jax.nn.sigmoid(flat).reshape(beta.shape)
     return 2.0 * size if doubled else size
