@@ -9,40 +9,17 @@ from typing import Unpack
 import jax
 
 from chunkwise.delta_product import operator
-from chunkwise.fused_gdn.config import Config
+from chunkwise.fused_gdn import chunk_gated_delta_rule
 from chunkwise.shared.call import forms, signature
-from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.public_function_by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk", chunk_gated_delta_rule)
 def chunk_gated_delta_product(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    beta: jax.Array,
-    num_householder: int,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    disable_recompute: bool = False,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, beta: jax.Array, num_householder: int,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Delta],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Gated DeltaProduct over whole sequences, chunk by chunk, differentiable.
 
         S  = e^g_t S_{t-1}

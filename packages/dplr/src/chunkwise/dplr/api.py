@@ -9,33 +9,17 @@ from typing import Unpack
 import jax
 
 from chunkwise.dplr import operator
-from chunkwise.kda.config import Config
+from chunkwise.kda import chunk_kda
 from chunkwise.shared.call import forms, signature
-from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.public_function_by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk", chunk_kda)
 def chunk_dplr_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    gk: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    min_gate: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, gk: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, *, min_gate: float | None = None,
+    **options: Unpack[forms.Linear],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """The delta rule with diagonal plus low-rank transitions over whole sequences, chunk by chunk, differentiable.
 
         S_t = Diag(e^gk_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
@@ -63,25 +47,9 @@ def chunk_dplr_delta_rule(
 
 @signature.public_function_by_name(operator.chunk, "chunk", chunk_dplr_delta_rule)
 def chunk_rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    scale: float | None = 1.0,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    min_gate: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    r: jax.Array, w: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array, b: jax.Array, scale: float | None = 1.0,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Delta],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """RWKV-7 over whole sequences, chunk by chunk, differentiable.
 
         S_t = Diag(e^w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T

@@ -98,26 +98,9 @@ def ragged_gated_delta_rule(
 
 @signature.public_function(OPERATOR.chunk, chunk_gated_delta_rule)
 def chunk_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    beta: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    disable_recompute: bool = False,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Delta],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Delta rule over whole sequences, chunk by chunk, differentiable: the gated delta rule without decay.
 
         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T

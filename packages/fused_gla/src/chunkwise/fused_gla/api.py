@@ -61,24 +61,11 @@ def chunk_simple_gla(
     ...
 
 
-@signature.public_function(GLA.chunk)
+@signature.public_function(GLA.chunk, chunk_simple_gla)
 def chunk_gla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, scale: float | None = None,
+    initial_state: jax.Array | None = None, output_final_state: bool = False, **options: Unpack[forms.Linear],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Gated linear attention with a gate per channel, over whole sequences, chunk by chunk, differentiable.
 
         S_t = Diag(e^g_t) S_{t-1} + k_t v_t^T

@@ -9,36 +9,19 @@ from typing import Unpack
 
 import jax
 
-from chunkwise.fused_gla.config import Config
+from chunkwise.fused_gla import chunk_simple_gla
 from chunkwise.mamba2 import operator
 from chunkwise.shared.call import forms, signature
-from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 
 
-@signature.public_function_by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk", chunk_simple_gla)
 def chunk_mamba2(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    *,
-    z: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array | None = None, *,
+    z: jax.Array | None = None, dt_bias: jax.Array | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf), initial_state: jax.Array | None = None,
+    output_final_state: bool = False, **options: Unpack[forms.Linear],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Mamba-2 over whole sequences, chunk by chunk, differentiable.
 
         dt  = clip(softplus(dt_t + dt_bias), *dt_limit)

@@ -1,32 +1,21 @@
 """The contract: signatures and documentation; `operator` has the functions that they call."""
 
+from typing import Unpack
+
 import jax
 
+from chunkwise.fused_gla import chunk_simple_gla
 from chunkwise.mlstm import operator
 from chunkwise.mlstm.operator import MlstmState
-from chunkwise.shared.call import signature
-from chunkwise.shared.call.checks import Sharding
+from chunkwise.shared.call import forms, signature
 
 
-@signature.public_function_by_name(operator.chunk, "chunk")
+@signature.public_function_by_name(operator.chunk, "chunk", chunk_simple_gla)
 def chunk_mlstm(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    scale: float | None = None,
-    initial_state: MlstmState | None = None,
-    output_final_state: bool = False,
-    *,
-    eps: float = 1e-6,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, MlstmState | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, i: jax.Array, f: jax.Array, scale: float | None = None,
+    initial_state: MlstmState | None = None, output_final_state: bool = False, *, eps: float = 1e-6,
+    context_axis: str | tuple[str, ...] | None = None, **options: Unpack[forms.Whole],
+) -> tuple[jax.Array, MlstmState | None]:  # fmt: skip
     """The mLSTM of xLSTM over whole sequences, chunk by chunk, differentiable.
 
         m_t = max(log f_t + m_{t-1}, i_t)
@@ -63,21 +52,10 @@ def chunk_mlstm(
 
 @signature.public_function_by_name(operator.recurrent, "recurrent", chunk_mlstm)
 def recurrent_mlstm(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    scale: float | None = None,
-    initial_state: MlstmState | None = None,
-    output_final_state: bool = False,
-    *,
-    eps: float = 1e-6,
-    cu_seqlens: jax.Array | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-) -> tuple[jax.Array, MlstmState | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, i: jax.Array, f: jax.Array, scale: float | None = None,
+    initial_state: MlstmState | None = None, output_final_state: bool = False, *, eps: float = 1e-6,
+    context_axis: str | tuple[str, ...] | None = None, **options: Unpack[forms.FewTokens],
+) -> tuple[jax.Array, MlstmState | None]:  # fmt: skip
     """The mLSTM token by token, for decoding: one new token or a few for every sequence.
 
     Args:

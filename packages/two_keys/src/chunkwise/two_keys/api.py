@@ -8,42 +8,19 @@ from typing import Unpack
 
 import jax
 
-from chunkwise.kda.config import Config
+from chunkwise.kda import chunk_kda
 from chunkwise.shared.call import forms, signature
-from chunkwise.shared.call.checks import Sharding
 from chunkwise.shared.serving.state_pool import Pool
 from chunkwise.two_keys.operator import COMBA, GDN2
 
 
-@signature.public_function(GDN2.chunk)
+@signature.public_function(GDN2.chunk, chunk_kda)
 def chunk_gdn2(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    b: jax.Array,
-    w: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_erase_sigmoid_in_kernel: bool = False,
-    use_write_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, b: jax.Array, w: jax.Array,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False, *,
+    use_erase_sigmoid_in_kernel: bool = False, use_write_sigmoid_in_kernel: bool = False,
+    **options: Unpack[forms.Delta],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """GDN-2, the gated delta rule with erase and write gates, over whole sequences, chunk by chunk, differentiable.
 
         S~  = Diag(e^g_t) S_{t-1}
@@ -96,34 +73,12 @@ def ragged_gdn2(
     ...
 
 
-@signature.public_function(COMBA.chunk)
+@signature.public_function(COMBA.chunk, chunk_kda)
 def chunk_comba(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    p: jax.Array,
-    g: jax.Array | None,
-    beta: jax.Array,
-    scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    *,
-    use_qk_l2norm_in_kernel: bool = False,
-    min_gate: float | None = None,
-    use_gate_in_kernel: bool | str = False,
-    A_log: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    sharding: Sharding | None = None,
-    context_axis: str | tuple[str, ...] | None = None,
-    config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+    q: jax.Array, k: jax.Array, v: jax.Array, p: jax.Array, g: jax.Array | None, beta: jax.Array,
+    scale: float | None = None, initial_state: jax.Array | None = None, output_final_state: bool = False,
+    **options: Unpack[forms.Delta],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Comba, the gated delta rule with separate erase keys, over whole sequences, chunk by chunk, differentiable.
 
         S_t = e^g_t S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T
