@@ -46,8 +46,9 @@ FORGE = {
     "citation-file-format": "CITATION.cff",
 }
 
-# One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
-WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations", "10")
+# One worker for each core. A file stays with one worker, so that what its tests share is compiled once; conftest.py has
+# the order of the files.
+WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "10")
 
 # The packages that every change installs alone: a kernel, and the one that needs all others.
 SOLO = ("kkt", "pipeline")
@@ -74,6 +75,11 @@ nox.options.error_on_external_run = True
 nox.options.default_venv_backend = "uv|virtualenv"
 # torch has a build for a machine without a GPU where pip is told to look, and nowhere else.
 WITH_TORCH = {"python": OLDEST, "venv_backend": "virtualenv"}
+
+
+def beside_tests(*, default: bool = True, **options):
+    """Return what makes a session; what every change must pass has a tag, by which CI runs it beside `tests`."""
+    return nox.session(default=default, tags=["beside-tests"] if default else [], **options)
 
 
 def install(session: nox.Session, *groups: str) -> None:
@@ -116,7 +122,7 @@ def run_example(session: nox.Session, name: str) -> None:
     session.run("python", "-W", "error", script, env={"JAX_PLATFORMS": "cpu"})
 
 
-@nox.session
+@beside_tests()
 def lint(session):
     """Check style and format, that all copies of release/metadata.toml agree, and the files of the forge."""
     install(session, "lint")
@@ -158,7 +164,7 @@ def lock(session):
     locks.LOCK.write_text(locks.with_groups(text, {group: solve([group], "-c", constraints) for group in every}))
 
 
-@nox.session(python=LATEST)
+@beside_tests(python=LATEST)
 def types(session):
     """Check the static types of everything that is shipped."""
     prepare(session, "types")
@@ -200,7 +206,7 @@ def cover(session):
     session.notify("tests", ["--keep"])
 
 
-@nox.session(**WITH_TORCH, default=OLDEST != LATEST)
+@beside_tests(**WITH_TORCH, default=OLDEST != LATEST)
 def oldest(session):
     """Do as the first line of the README under the oldest Python, and run a sample and what needs torch there."""
     install(session, "e2e")
@@ -291,7 +297,7 @@ def add_package_sessions(name: str) -> None:
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, run the example of its README, and use every argument."
     nox.session(test, name=f"test-{name}", python=LATEST, default=False)
-    nox.session(solo, name=f"solo-{name}", python=LATEST, default=name in SOLO)
+    beside_tests(name=f"solo-{name}", python=LATEST, default=name in SOLO)(solo)
 
 
 for package in PACKAGES:
@@ -351,7 +357,7 @@ def extras(session):
         session.error(f"Extras must fit alone, and {sorted(TOGETHER)}; got not {alone}, and {sorted(pairs)}.")
 
 
-@nox.session(python=LATEST)
+@beside_tests(python=LATEST)
 def build(session):
     """Build every wheel and sdist into dist/, check them, and install from there."""
     install(session, "build", "runtime")
@@ -423,7 +429,7 @@ def matrix(session, jax):
 MKDOCS = dict(NO_MKDOCS_2_WARNING="1", JAX_PLATFORMS="cpu")
 
 
-@nox.session(python=LATEST)
+@beside_tests(python=LATEST)
 def docs(session):
     """Build the documentation site into build/site; a link that leads nowhere is an error."""
     prepare(session, "docs")

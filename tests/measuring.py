@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 # The cases that every change must pass, of functions that have others; `function[]` says that it has none. A function
 # that is not there is as its own file says.
 QUICK = ROOT / "tests/quick.txt"
+# What they cost, by file.
+TIMES = ROOT / "docs/data/test-times.json"
 # What the tests that every change must pass have at most, of numbers that no machine changes.
 MOST = {"tests": 2_950, "programs": 9_300}
 # What these test is not the source: pages, data and the simulated TPU. Their own files say what is quick.
@@ -121,6 +123,11 @@ def by_file(tests: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {file: {name: round(n, 1) for name, n in files[file].items()} for file in sorted(files)}
 
 
+def seconds_of_files() -> dict[str, float]:
+    """Return the seconds of CPU time that each file of tests took when they were kept."""
+    return {row["file"]: row["cpu"] for row in json.loads(TIMES.read_text())["rows"]}
+
+
 def choose(tests: dict[str, tuple[float, list[str]]], caught: list[list[str]]) -> set[str]:
     """Return the tests that every change must pass: a cover of known mistakes, of lines, and of functions of tests.
 
@@ -208,6 +215,6 @@ if __name__ == "__main__":
     commands = {
         "choose": choose_quick,
         "check": check,
-        "keep": lambda paths: check(paths, ROOT / "docs/data/test-times.json"),
+        "keep": lambda paths: check(paths, TIMES),
     }
     commands[command](paths)
