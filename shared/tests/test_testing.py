@@ -8,8 +8,6 @@ import pytest
 from chunkwise.shared.testing.compare import assert_close, error
 from chunkwise.shared.testing.inputs import GATES, boundaries, make_gate, make_inputs, poison_padding, spec
 from tests.gradients import assert_gradients
-from tests.stage_cases import CASES
-from tests.transforms import assert_traced_once
 
 
 def test_error():
@@ -77,20 +75,6 @@ def test_boundaries_and_padding():
         assert np.isfinite(y[:, :3]).all()
     assert poison_padding(x, None) is x
     assert (spec(2, 3).shape, spec(2, dtype=jnp.bfloat16).dtype) == ((2, 3), jnp.bfloat16)
-
-
-def test_cases_hold_what_they_promise():
-    assert {c.chunk_size for c in CASES} == {16, 32, 64, 128}
-    assert {c.gate for c in CASES} == set(GATES)
-    assert {c.dtype for c in CASES} == {"float32", "bfloat16"}
-    assert {c.K for c in CASES} | {c.V for c in CASES} == {1, 60, 64, 100, 128, 256}
-    assert all(c.K != c.V for c in CASES)
-    assert any(c.HV > c.H > 1 for c in CASES)
-
-
-def test_assert_traced_once_counts():
-    with pytest.raises(AssertionError, match="traced 2 times"):
-        assert_traced_once(lambda x: 2 * x, (jnp.ones(2),), (jnp.ones(3),))
 
 
 def test_assert_gradients_finds_a_wrong_one():

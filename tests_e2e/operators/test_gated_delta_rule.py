@@ -1,39 +1,11 @@
-"""The gated delta rule as a user calls it: packed, and beside the model it comes from."""
+"""The gated delta rule beside the model that it comes from."""
 
-import itertools
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from chunkwise.pipeline import chunk_gated_delta_rule
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
-from chunkwise.shared.testing.inputs import boundaries, make_inputs
-from chunkwise.shared.testing.oracle import reference
-
-THOROUGH = dict(test_ladder=lambda chunk_size: chunk_size == 128)
-
-
-IMPLEMENTATIONS = ("xla", "staged", "fused")
-LADDER = boundaries(1, 63, 64, 65, 127, 128, 129, 447, 512, 640, 1920)
-
-
-@pytest.fixture(scope="module")
-def ladder():
-    """Packed bfloat16 sequences, and what the recurrence makes of them."""
-    inputs = make_inputs(1, int(LADDER[-1]), 1, 2, 64, 64, dtype=jnp.bfloat16)
-    return inputs, reference(**inputs, cu_seqlens=LADDER)[0]
-
-
-@pytest.mark.parametrize("chunk_size", [64, 128])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_ladder(ladder, implementation, chunk_size):
-    inputs, expected = ladder
-    o, _ = chunk_gated_delta_rule(**inputs, cu_seqlens=LADDER, chunk_size=chunk_size, implementation=implementation)
-    o = np.asarray(o, np.float64)
-    for start, stop in itertools.pairwise(np.asarray(LADDER)):
-        ours, theirs = o[:, start:stop], expected[:, start:stop]
-        assert_close(f"o of {stop - start} tokens", ours, theirs, TOLERANCE["bfloat16"])
+from chunkwise.shared.testing.inputs import make_inputs
 
 
 @pytest.mark.torch

@@ -13,17 +13,14 @@ from benchmarks.cases import CASES
 from benchmarks.figures import evidence, serving, tables
 from benchmarks.regions import Loop, Region, kernel_bundles, read_loop
 from benchmarks.scale import MIB, _sent
-from benchmarks.step import Mixture, branch_cycles, estimate, prefill_runs
+from benchmarks.step import Mixture, branch_cycles, prefill_runs
 from benchmarks.tpu import counts, launch_bytes, operations
 from benchmarks.turns import turns, turns_of
 from chunkwise.command import times
 from chunkwise.command.models import Layer
-from chunkwise.shared import tuning
 from chunkwise.shared.chips import CHIPS
 from chunkwise.shared.testing import tpu as compiler
 from tests.compiled import traffic
-
-THOROUGH = dict(test_tpu_estimate_of_a_step=True, test_a_row_of_another_program_is_found=True)
 
 
 def test_cycles_of_operations():
@@ -265,18 +262,6 @@ def test_what_a_device_sends():
     assert _sent(f"{text}\n}}", 4) == {"collectives": "2 all-gather, 1 collective-permute", "sent_mib": 800 / MIB}
 
 
-@pytest.mark.tpu
-@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
-@pytest.mark.parametrize("operator", ["gated_delta_rule", "kda", "simple_gla"])
-def test_tpu_estimate_of_a_step(operator):
-    """Both kernels of one program, whose regions are as many as those counted."""
-    row = estimate(Layer(operator, H=2, HV=4), Mixture(9, prefills=(70,)), "v6e", timeout=300)
-    assert not row.get("failed")
-    assert row["decode_bundles"] > 0
-    assert row["prefill_bundles"] > 0
-    assert row["cycles"] > row["around_cycles"] + row["decode_floor"] + row["prefill_floor"]
-
-
 def test_the_result_of_a_process(monkeypatch):
     """If it takes too long or raises, the row says so."""
 
@@ -347,7 +332,6 @@ def test_tpu_estimate():
 
 def test_rows_of_other_programs(benchmarks, tmp_path, monkeypatch):
     """They are rows of an estimate, of this version of JAX and not of a peer; the command returns 1 for them."""
-    from benchmarks import stale, tpu
 
     monkeypatch.setattr(stale, "trace", lambda command, row: command)
     monkeypatch.setattr(tpu, "digest", lambda program: program)
@@ -366,17 +350,3 @@ def test_rows_of_other_programs(benchmarks, tmp_path, monkeypatch):
     assert found("tpu", version="0.1") == [{"rows": 1, "without_digest": 1}]
     assert found("tpu", implementation="tokamax") == [{"rows": 0, "without_digest": 0}]
     assert found("time") == []
-
-
-@pytest.mark.tpu
-@pytest.mark.skipif(not compiler.has_libtpu(), reason="needs libtpu")
-def test_a_row_of_another_program_is_found(tmp_path):
-    """A row keeps its digest while its kernel does the same, and loses it with another order of products."""
-    row = {"case": "kimi-linear-48b", "T": 128, "pass": "forward", "implementation": "fused", "chip": "v6e"}
-    row["traced"] = tpu.digest(stale.trace("tpu", row))
-    file, unknown = tmp_path / "tpu.json", {name: x for name, x in row.items() if name != "traced"}
-    file.write_text(json.dumps({"command": "tpu", "jax": jax.__version__, "rows": [row, unknown]}))
-    assert stale.measure(file) == [{"rows": 2, "without_digest": 1}]
-    jax.clear_caches()  # JAX remembers traces
-    with tuning.injected_orders("chunkwise.kda", fwd="pm" * 8):
-        assert [x.get("current") for x in stale.measure(file)] == [False, None]

@@ -30,21 +30,6 @@ def test_reads_and_writes(shape, dtype):
     assert bits(slot_kernel.write(pool, WRITTEN, rows)) == bits(slot_rows.write(pool, WRITTEN, rows))
 
 
-def test_gradients():
-    pool, rows = make((3, 8), "float32")
-
-    def total(kernel, pool, rows):
-        after = kernel.write(pool, WRITTEN, jnp.sin(rows) * kernel.read(pool, READ))
-        return jnp.sum(jnp.where(jnp.isnan(after), 0.0, after**2))
-
-    pool, rows = jnp.nan_to_num(pool), jnp.nan_to_num(rows)
-    got, want = (
-        jax.grad(lambda *x, kernel=kernel: total(kernel, *x), (0, 1))(pool, rows) for kernel in (slot_kernel, slot_rows)
-    )
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
-
-
 def test_no_forward_mode():
     pool, _ = make((3, 8), "float32")
     with pytest.raises(NotImplementedError, match="the kernel read_slots has no derivative: "):

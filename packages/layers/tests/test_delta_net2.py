@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkwise.layers import GatedDeltaNet2Config, init_gated_delta_net2, load_gated_delta_net2, shardings
+from chunkwise.layers import GatedDeltaNet2Config, init_gated_delta_net2, load_gated_delta_net2
 
 D, H, HV, K, V, W = 10, 2, 4, 3, 5, 4
 CONFIG, PREFIX = GatedDeltaNet2Config(D, H, HV, K, V, W), "model.layers.0.attn."
@@ -43,13 +43,3 @@ def test_checkpoint():
     made = jax.eval_shape(lambda: init_gated_delta_net2(jax.random.key(0), CONFIG, jnp.bfloat16))
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert kinds(load(checkpoint(jnp.bfloat16))) == kinds(made)
-
-
-def test_shardings():
-    """Over two devices of heads a weight is halved in the one dimension that has heads, and in no other."""
-    mesh = jax.sharding.AbstractMesh((2,), ("model",))
-    specs, weights = shardings(CONFIG, dict(heads="model"), mesh).weights, load(checkpoint())
-    half = lambda n: n // 2 if n in (H, H * K, HV * V) else n
-    for spec, x in zip(jax.tree.leaves(specs), jax.tree.leaves(weights), strict=True):
-        part = jax.sharding.NamedSharding(mesh, spec).shard_shape(x.shape)
-        assert part == tuple(map(half, x.shape)), (spec, x.shape)

@@ -59,18 +59,6 @@ def test_a_later_layer():
         assert abs(got - (ahead - behind) / 2) < 1e-4 * abs(got)
 
 
-def test_values_of_the_first_layer():
-    """Its own values are the third result, with zeros for padding."""
-    x, w, _ = make(FIRST)
-    first = jax.jit(lambda x, w: layers.rwkv7_attention(x, w, FIRST, cu_seqlens=ENDS)[2])(x, w)
-    x, w = np.asarray(x[0], np.float64), jax.tree.map(lambda y: np.asarray(y, np.float64), w)
-    before = np.concatenate([np.zeros((1, FIRST.D)), x[:-1]])
-    before[ENDS[:-1]] = 0
-    want = ((x + (before - x) * w.mix[3]) @ w.v).reshape(T, 3, 6)
-    assert_close("v_first", first[0, : ENDS[-1]], want[: ENDS[-1]], 1e-6)
-    assert not np.asarray(first)[0, ENDS[-1] :].any()
-
-
 def test_a_serving_step():
     """A later layer takes the values of a step."""
     x, w, v_first = make(LATER)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkwise.pipeline.operators import CHUNKED, COMPOSED, OPERATORS
+from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.pipeline.stages import PARTS, STAGES
 from chunkwise.shared.implementation import platforms
 from chunkwise.shared.testing import cases
@@ -21,9 +21,6 @@ THOROUGH = dict(
     # One of them solves in the loop over chunks and the other one before it.
     test_hessian_of_an_operator=lambda name, case: (name, case) not in (
         ("chunk_gated_delta_rule", "rows"), ("chunk_kda", "rows"),
-    ),
-    test_hessian_of_a_composition=lambda name, packed: (
-        not packed or name == "chunk_delta_rule" or "recipes" in COMPOSED[name].function.__module__
     ),
     test_every_order=lambda name: name != "chunk_gated_delta_rule",
     test_hessian_of_a_stage=lambda stage: stage.name not in ("chunk_local_cumsum", "rms_norm_gated"),
@@ -83,25 +80,6 @@ def test_hessian_of_an_operator(name, case):
 
     found = (_in_gpu_form if case == "gpu" else jax.jit)(hessian_product(loss))(x, directions(x))
     gradient = lambda x: reference(**x, **options, do=do, dht=dht if states else None)[2]
-    assert_alike(found, differences(gradient, x, directions(x)))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", [name for name, x in COMPOSED.items() if x.chunked])
-def test_hessian_of_a_composition(name, packed):
-    operator, cu_seqlens, N = COMPOSED[name], *((LENGTHS, 3) if packed else (None, 1))
-    x = operator.source.inputs(1, 40, 1, 2, 8, 8, num_states=N)
-    rng = np.random.default_rng(1)
-    do, dht = rng.standard_normal(x[operator.source.values][:, :40].shape), rng.standard_normal((N, 2, 8, 8))
-    # A state of mLSTM depends on its stabiliser, which counts as a number; the outputs do not.
-    dht, options = None if isinstance(x["initial_state"], tuple) else dht, operator.static | dict(cu_seqlens=cu_seqlens)
-
-    def loss(x):
-        o, state = operator.function(**x, **options, output_final_state=True, chunk_size=16, implementation="xla")
-        return jnp.sum(o * do) + (0.0 if dht is None else jnp.sum(state * dht))
-
-    gradient = lambda x: operator.source.reference(x, cu_seqlens=cu_seqlens, do=do, dht=dht)[2]
-    found = jax.jit(hessian_product(loss))(x, directions(x))
     assert_alike(found, differences(gradient, x, directions(x)))
 
 

@@ -3,17 +3,15 @@
 import functools
 from collections.abc import Callable
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import strategies as st
 
 from chunkwise.pipeline.operators import CHUNKED, OPERATORS
 from chunkwise.shared.chips import CHIPS
-from chunkwise.shared.testing import compare, oracle, tpu
+from chunkwise.shared.testing import compare, tpu
 from tests import poison
-from tests.segment_suite import SEGMENT_IDS, assert_segments, random_segment_ids
+from tests.segment_suite import SEGMENT_IDS, assert_segments
 from tests.transforms import assert_traced_once
 
 B, T = SEGMENT_IDS.shape
@@ -26,7 +24,6 @@ of_both = named(("operator", "implementation"), [(x, how) for x in CHUNKED for h
 is_other = lambda operator: operator.name != "chunk_simple_gla"
 THOROUGH = dict(
     test_values_and_gradients=lambda operator, implementation: is_other(operator) or implementation == "staged",
-    test_random_segments=True,
     test_isolated=is_other,
     test_one_launch_a_direction=lambda operator: is_other(operator) and operator.name != "chunk_kda",
     test_compiles=True,
@@ -56,21 +53,6 @@ def over_segments(operator: Callable, implementation: str, states: bool = True) 
 @named(("operator", "implementation", "dtype"), CASES)
 def test_values_and_gradients(operator, implementation, dtype):
     assert_segments(over_segments(operator.function, implementation), inputs_of(operator, dtype=dtype))
-
-
-@named("operator", CHUNKED)
-def test_random_segments(operator):
-    run, x = jax.jit(over_segments(operator.function, "fused")), inputs_of(operator)
-
-    @hypothesis.settings(max_examples=10, deadline=None)
-    @hypothesis.given(st.integers(0, 2**16))
-    def check(seed):
-        ids = random_segment_ids(seed, (B, T))
-        got = run(x, jnp.asarray(ids))
-        for name, want in zip(("o", "final_state"), oracle.reference(**x, segment_ids=ids), strict=True):
-            compare.assert_close(name, got[name], want, compare.TOLERANCE["float32"])
-
-    check()
 
 
 @of_both
