@@ -25,7 +25,6 @@ THOROUGH = dict(
     test_nothing_crosses_tpus=lambda topology, name, implementation: (
         topology != "v6e:2x2" or "gated_delta_rule" not in name or implementation != "fused"
     ),
-    test_sums_over_tpus=lambda topology, spec, H: topology != "v6e:2x2" or (spec, H) == (HEADS, 2),
     test_tokens_over_tpus=lambda topology, name, backward: topology != "v6e:2x2" or name == "chunk_gla" or backward,
 )
 
@@ -113,30 +112,6 @@ def test_nothing_crosses_tpus(topology, name, implementation):
         assert collectives(text) == []
         kernels = text.count("tpu_custom_call")
         assert kernels == 0 if implementation == "xla" or (backward and name.startswith("recurrent")) else kernels > 0
-
-
-HEADS, CHANNELS = P(None, None, ("a", "b")), P(None, None, None, ("a", "b"))
-
-
-@needs_libtpu
-@pytest.mark.tpu
-@TOPOLOGIES
-@pytest.mark.parametrize(
-    ("spec", "H", "kinds"),
-    [
-        pytest.param(HEADS, 1, {"all-reduce"}, id="one key head"),
-        # Two key heads could be divided over one axis. Their gradients are, until the caller wants them everywhere.
-        pytest.param(HEADS, 2, {"all-reduce", "all-gather"}, id="two key heads"),
-        pytest.param(CHANNELS, 2, {"all-reduce"}, id="channels"),
-    ],
-)
-def test_sums_over_tpus(topology, spec, H, kinds):
-    """Value heads that share a key head, and value channels: the gradients of what they share are summed."""
-    name = "chunk_gated_delta_rule"
-    x = tpu_sizes(name, H, T=64)
-    crossing = lambda backward: collectives(program(name, "fused", tpu_mesh(topology), spec, x, backward))
-    assert crossing(False) == []
-    assert set(crossing(True)) == kinds
 
 
 @needs_libtpu

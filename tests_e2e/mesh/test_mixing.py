@@ -19,15 +19,12 @@ CONFIGS = {
     "kimi_delta_attention": layers.KimiDeltaAttentionConfig(D=16, H=8, HV=8, K=128, V=128, lower_bound=-5.0),
     "mamba2_mixer": layers.Mamba2Config(D=16, H=8, HV=16, K=128, V=64),
 }
-# A step of one layer along automatic axes, and a token of the other one along explicit axes.
+# One layer along automatic axes, and another one along explicit axes.
 THOROUGH = dict(
     test_a_step_of_decodes=lambda name, mode: (
         (name, mode) not in (("gated_delta_net", "automatic"), ("mamba2_mixer", "explicit"))
     ),
-    # A step divides itself in the same way.
-    test_a_token_after_a_cache=True,
 )
-over_meshes = pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in CONFIGS for mode in MODES])
 
 
 def arrays(name: str, rows: int, tokens: int, slots: int):
@@ -64,7 +61,8 @@ def assert_one_launch(run, mesh, values, specs, sharding) -> None:
         assert_close(jax.tree_util.keystr(path), have, want, 1e-5)
 
 
-@over_meshes
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_of_decodes(name, mode):
     config, *values = arrays(name, 1, 3, 4)
     mesh = make_mesh((8,), mode)
@@ -80,18 +78,3 @@ def test_a_step_of_decodes(name, mode):
 
     specs = on.x, on.weights, on.cache, (P(),) * 3
     assert_one_launch(run, mesh, (*values, step), specs, sharding)
-
-
-@over_meshes
-def test_a_token_after_a_cache(name, mode):
-    """Rows are divided, too: each device has two."""
-    config, *values = arrays(name, 4, 1, 4)
-    mesh = make_mesh((2, 4), mode)
-    on = layers.shardings(config, {"batch": "a", "heads": "b"}, mesh)
-    sharding = NamedSharding(mesh, on.values) if mode == "automatic" else None
-
-    def run(x, weights, cache, implementation, sharding=None):
-        function = getattr(layers, name)
-        return function(x, weights, config, cache, True, implementation=implementation, sharding=sharding)
-
-    assert_one_launch(run, mesh, tuple(values), (on.x, on.weights, on.cache), sharding)
