@@ -17,31 +17,11 @@ def test_stages_start_one_after_the_other_the_latest_first():
     assert " ".join(log) == "a0 | b0 a1 | c0 b1 | c1 | |"
 
 
-def test_what_the_caller_does_stands_between_two_turns():
-    log = []
-    turns = software_pipeline([stage("a", 1, log)])
-    next(turns)
-    log.append("mine")
-    assert list(turns) == [None]
-    assert log == ["a0", "mine"]
-
-
 def test_stages_of_different_lengths_and_none():
     log = []
     list(software_pipeline([stage("a", 3, log), stage("b", 0, log), stage("c", 1, log)]))
     assert log == ["a0", "a1", "c0", "a2"]
     assert list(software_pipeline([])) == []
-
-
-def test_results_are_there_when_the_stages_end():
-    results = {}
-
-    def work(n):
-        yield
-        results[n] = n * n
-
-    list(software_pipeline(work(n) for n in range(3)))
-    assert results == {0: 0, 1: 1, 2: 4}
 
 
 def test_an_order_leaves_the_rest_to_the_caller():

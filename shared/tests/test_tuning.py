@@ -11,7 +11,6 @@ from chunkwise.shared.tuning import (
     HeadConfig,
     best_chunk_size,
     choose_heads,
-    divides_groups,
     find_order,
     injected_orders,
     largest_divisor,
@@ -37,11 +36,6 @@ def test_choose_heads():
     assert choose_heads(2, 12, 1, most=8) == HeadConfig(heads=6)
 
 
-def test_divides_groups():
-    """Of 12 value heads in groups of 3: parts of a group, whole groups, and neither."""
-    assert [n for n in range(14) if divides_groups(n, 4, 12)] == [1, 3, 6, 12]
-
-
 def test_pick_heads():
     assert pick_heads(32, 16, 1, most=8) == 8
     assert pick_heads(6, 2, 1, most=8) == 6
@@ -58,14 +52,6 @@ def test_piece_chunks():
     """More chunks for longer sequences; of a serving step, most sequences are decodes."""
     assert [piece_chunks(n, 2, 8) for n in (7, 8, 31, 32)] == [1, 2, 2, 4]
     assert [piece_chunks(n, 34, 8, over_pool=True) for n in (3, 4, 271, 272)] == [1, 2, 2, 4]
-
-
-def test_chips():
-    assert {"v5e", "v5p", "v6e", "tpu7x"} <= set(chips.CHIPS)
-    assert min(chip.vmem_bytes for chip in chips.CHIPS.values()) > tuning.VMEM_LIMIT_BYTES
-    assert all(
-        chip.matrix_unit in (128, 256) and chip.bandwidth_tb_s > 0.5 < chip.clock_ghz for chip in chips.CHIPS.values()
-    )
 
 
 @pytest.mark.parametrize("chip", [*chips.ANNOUNCED, "tpu9"])

@@ -93,8 +93,8 @@ def tpu_mesh(topology: str) -> Mesh:
     return Mesh(np.array(devices[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
-def tpu_sizes(name: str, H: int = 2, B: int = 1, **sizes) -> dict:
-    x = inputs_of(name, B=B, H=H, HV=4, K=128, V=128, **sizes)
+def tpu_sizes(name: str, B: int = 1, **sizes) -> dict:
+    x = inputs_of(name, B=B, H=2, HV=4, K=128, V=128, **sizes)
     return {n: y.astype(jnp.bfloat16) if n in ("q", "k", "v") else y for n, y in x.items()}
 
 

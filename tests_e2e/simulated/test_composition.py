@@ -1,4 +1,4 @@
-"""mLSTM on a simulated TPU: the only composition whose kernels read the parts of weights."""
+"""mLSTM on a simulated TPU: its kernels read the weights of tokens in parts."""
 
 import functools
 

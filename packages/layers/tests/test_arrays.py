@@ -174,18 +174,6 @@ def test_fused_gates():
         layers.load_gated_delta_net(whole, CONFIG)
 
 
-def test_convolutions_in_three_equal_parts():
-    """transformers saves OLMo-hybrid so, whatever channels queries, keys and values have."""
-    config, conv = layers.GatedDeltaNetConfig(D, 2, 2, 24, 48), draw(192, 1, 4)
-    named = {f"{name}_proj.weight": draw(n, D) for name, n in dict(q=48, k=48, v=96, g=96, a=2, b=2).items()}
-    named |= {"A_log": draw(2), "dt_bias": draw(2), "o_norm.weight": draw(48), "o_proj.weight": draw(D, 96)}
-    split = lambda *ends: {f"{x}_conv1d.weight": y for x, y in zip("qkv", np.split(conv, ends), strict=True)}
-    published = layers.load_gated_delta_net(named | split(48, 96), config)
-    same(layers.load_gated_delta_net(named | split(64, 128), config), published)
-    with pytest.raises(ValueError, match=r"`named` must have 'k_conv1d' of shape \(64, 1, 4\), .*; got \(63, 1, 4\)"):
-        layers.load_gated_delta_net(named | split(64, 127), config)
-
-
 KIMI = layers.KimiDeltaAttentionConfig(D, 2, 2, 16, 16, R=16, lower_bound=-5.0, full_rank_gate=True)
 
 

@@ -104,18 +104,6 @@ def test_wrong_checkpoint(name, model):
         load(named | {f"{QWEN}k_conv1d.other": np.zeros(3)})
 
 
-def test_layouts_differ():
-    """Each layout has names of its own, so a test of the way back cannot pass by another layout."""
-    weights = random_weights("gated_delta_net", GDN)
-    kinds = ("qwen3_5", "qwen3_next", "lara_mini", "olmo_hybrid")
-    names = {frozenset(layers.save_gated_delta_net(weights, GDN, model=kind)) for kind in kinds}
-    assert len(names) == 4
-    config = KIMI(D, 2, 2, 8, 8)
-    weights = random_weights("kimi_delta_attention", config)
-    assert "dense.weight" in layers.save_kimi_delta_attention(weights, config, model="bailing_hybrid")
-    assert layers.save_kimi_delta_attention(weights, config)["A_log"].shape == (1, 1, 2, 1)
-
-
 @pytest.mark.parametrize("V", [16, 8])
 def test_convolutions_in_three_chunks(V):
     """As transformers saves OLMo-hybrid: the last chunk of all channels may be smaller."""
