@@ -12,8 +12,8 @@ import pytest
 from chunkwise import fused_gdn, kda, two_keys
 from chunkwise.fused_gdn.operator import OPERATOR as GATED_DELTA_RULE
 from chunkwise.kda.operator import OPERATOR as KDA
-from chunkwise.shared.testing import compare, inputs
-from tests import poison, pool_suite, segment_suite
+from chunkwise.shared.testing import inputs
+from tests import pool_suite
 from tests.recurrence import RESULTS, assert_recurrence, run
 from tests.traced import launches
 
@@ -60,32 +60,6 @@ class Kernel(NamedTuple):
             np.testing.assert_array_equal(found[1:], expected[1:])
             assert np.isnan(found[0]).any()
 
-    def over_segments(self, x, segment_ids) -> dict[str, jax.Array]:
-        """Return o and final_state of rows of segments by name, with two chunks of 16 in a grid step."""
-        o, state = self.operator(
-            **x, segment_ids=segment_ids, output_final_state=True, chunk_size=16, implementation="fused",
-            config=self.config(2),
-        )  # fmt: skip
-        return dict(o=o, final_state=state)
-
-    def assert_segments(self, x) -> None:
-        """Compare segments in two rows with the float64 recurrence, with NaN in their padding.
-
-        Every chunk of the first row has several segments, the second row is one, and the last grid step has a chunk
-        past the end of both.
-        """
-        ids, steps = segment_suite.random_segment_ids(3, x["v"].shape[:2]), -(-x["v"].shape[1] // 32)
-        ids[1] = 0
-        gradients = compare.with_gradients(self.over_segments)
-        for name, count, *_ in launches(gradients, x, ids, jax.eval_shape(self.over_segments, x, ids)):
-            assert count == 2 * (steps + self.more[name.split("_")[-2]])
-        segment_suite.assert_segments(self.over_segments, x, ids)
-
-    def assert_segments_are_isolated(self, x) -> None:
-        """The state passes from one segment to the next within a grid step, but no NaN does."""
-        ids = np.repeat([[0, 1, 2, -1, 3]], [20, 3, 50, 7, 50], axis=1).astype(np.int32)
-        poison.assert_isolated(self.over_segments, x, segment_ids=ids)
-
     def assert_packed(self, x) -> None:
         """Compare pieces of two chunks with the float64 recurrence; a sequence ends within a piece, another is empty.
 
@@ -121,10 +95,9 @@ KERNELS = {
 FOUR_HEADS = KERNELS["gated_delta_rule"]._replace(config=lambda chunks: fused_gdn.Config(4, 4, chunks))
 # Two rows, of which the last grid step has one of three chunks, and this chunk some tokens.
 ROWS = (2, 200, 1, 2, 24, 40), dict(num_states=2)
-# Rows have bfloat16 in several chunks, and what belongs to which sequence is the same for all types.
+# Rows have bfloat16 in several chunks, and what belongs to which sequence is the same for all types. Segments are for
+# the simulated TPU.
 THOROUGH = dict(
-    test_segments=True,
-    test_segments_are_isolated=True,
     test_packed_sequences=lambda name, dtype: (name, dtype) != ("gated_delta_rule", "float32"),
     test_values_and_gradients=lambda kernel, dtype: kernel is not KERNELS["gated_delta_rule"] or dtype != "float32",
     test_rows_are_isolated=lambda name: name != "kda",
@@ -178,16 +151,6 @@ def test_chunks_in_turn(dtype, HV, turns):
 @of_rows
 def test_rows_are_isolated(name, T):
     KERNELS[name].assert_rows_are_isolated(inputs_of(KERNELS[name], 3, T, 1, 2, 24, 40))
-
-
-@of_rows
-def test_segments(name, T):
-    KERNELS[name].assert_segments(inputs_of(KERNELS[name], 2, T, 1, 2, 24, 40, num_states=2))
-
-
-@pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
-def test_segments_are_isolated(name):
-    KERNELS[name].assert_segments_are_isolated(inputs_of(KERNELS[name], 1, 130, 1, 2, 24, 40, num_states=1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
