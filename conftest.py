@@ -74,9 +74,9 @@ def pytest_collection_modifyitems(config, items):
             under = shown.versions(item.get_closest_marker("torch") is not None)
             shows = shown.of_case(item.module, item.originalname, parameters)
             item.user_properties += [("shows", (*each, under)) for each in shows]
-    # Workers take one file after another: with the longest ones first all workers end at the same time.
+    # Workers take one file after another: with new ones and the longest ones first all workers end at the same time.
     seconds = measuring.seconds_of_files()
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
+    items.sort(key=lambda item: seconds.get(item.nodeid.partition("::")[0], float("inf")), reverse=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
