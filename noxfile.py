@@ -31,7 +31,6 @@ NEWEST = bool(os.environ.get("NEWEST"))
 
 # The tests that run under every pair: of a stage all, and what an operator computes, also under the oldest Python.
 KDA = [PACKAGES["kda"] / f"tests/test_{name}.py" for name in ("reference", "gates", "tpu_compile")]
-SAMPLE = (PACKAGES["kkt"], *KDA)
 
 # The Pythons of this machine by version, oldest first. Without a supported one, sessions run under that of nox.
 PYTHONS = pythons.find(ABOUT.pythons)
@@ -46,8 +45,7 @@ FORGE = {
     "citation-file-format": "CITATION.cff",
 }
 
-# One worker for each core. A file stays with one worker, so that what its tests share is compiled once; conftest.py has
-# the order of the files.
+# One worker for each core. A file stays with one worker, so that what its tests share is compiled once.
 WORKERS = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "10")
 
 # The packages that every change installs alone: a kernel, and the one that needs all others.
@@ -56,6 +54,8 @@ SOLO = ("kkt", "pipeline")
 END_TO_END = [f"tests_e2e/{name}" for name in ("examples", "layers", "operators", "pages", "repository")]
 # The tests that every change must pass; the session `thorough` runs the others.
 QUICK = ("-m", "not thorough")
+# The tag of all other sessions that every change must pass, which CI runs beside `tests`.
+BESIDE = ["beside-tests"]
 
 # Collectives of simulated devices wait for threads of all of them: more than a small machine has cores.
 MANY_THREADS = {"NPROC": "16"}
@@ -75,11 +75,6 @@ nox.options.error_on_external_run = True
 nox.options.default_venv_backend = "uv|virtualenv"
 # torch has a build for a machine without a GPU where pip is told to look, and nowhere else.
 WITH_TORCH = {"python": OLDEST, "venv_backend": "virtualenv"}
-
-
-def beside_tests(*, default: bool = True, **options):
-    """Return what makes a session; what every change must pass has a tag, by which CI runs it beside `tests`."""
-    return nox.session(default=default, tags=["beside-tests"] if default else [], **options)
 
 
 def install(session: nox.Session, *groups: str) -> None:
@@ -122,7 +117,7 @@ def run_example(session: nox.Session, name: str) -> None:
     session.run("python", "-W", "error", script, env={"JAX_PLATFORMS": "cpu"})
 
 
-@beside_tests()
+@nox.session(tags=BESIDE)
 def lint(session):
     """Check style and format, that all copies of release/metadata.toml agree, and the files of the forge."""
     install(session, "lint")
@@ -164,7 +159,7 @@ def lock(session):
     locks.LOCK.write_text(locks.with_groups(text, {group: solve([group], "-c", constraints) for group in every}))
 
 
-@beside_tests(python=LATEST)
+@nox.session(python=LATEST, tags=BESIDE)
 def types(session):
     """Check the static types of everything that is shipped."""
     prepare(session, "types")
@@ -206,7 +201,7 @@ def cover(session):
     session.notify("tests", ["--keep"])
 
 
-@beside_tests(**WITH_TORCH, default=OLDEST != LATEST)
+@nox.session(**WITH_TORCH, default=OLDEST != LATEST, tags=BESIDE * (OLDEST != LATEST))
 def oldest(session):
     """Do as the first line of the README under the oldest Python, and run a sample and what needs torch there."""
     install(session, "e2e")
@@ -263,8 +258,7 @@ def gpu(session):
     plugins = (f"jax-cuda13-{name}=={version}" for name in ("plugin", "pjrt"))
     session.install("--no-deps", *plugins, "nvidia-cuda-nvcc")
     session.install("--no-deps", "--no-build-isolation", *(x for path in PACKAGES.values() for x in ("-e", path)))
-    result = Path(session.create_tmp(), "gpu-h100.json")
-    session.run("python", "-m", "benchmarks", "gpu", "--json", str(result))
+    session.run("python", "-m", "benchmarks", "gpu", "--json", Path(session.create_tmp(), "gpu-h100.json"))
     session.run("pytest", *WORKERS, PACKAGES["pipeline"] / "tests/test_gpu_form.py")
     files = ("fused_gdn/{}_reference", "fused_gdn/{}_isolation", "two_keys/{}_isolation", "fused_gla/{}_reference")
     paths = (ROOT / "packages" / f"{file.format('tests/test')}.py" for file in files)
@@ -297,7 +291,7 @@ def add_package_sessions(name: str) -> None:
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, run the example of its README, and use every argument."
     nox.session(test, name=f"test-{name}", python=LATEST, default=False)
-    beside_tests(name=f"solo-{name}", python=LATEST, default=name in SOLO)(solo)
+    nox.session(solo, name=f"solo-{name}", python=LATEST, default=name in SOLO, tags=BESIDE * (name in SOLO))
 
 
 for package in PACKAGES:
@@ -357,7 +351,7 @@ def extras(session):
         session.error(f"Extras must fit alone, and {sorted(TOGETHER)}; got not {alone}, and {sorted(pairs)}.")
 
 
-@beside_tests(python=LATEST)
+@nox.session(python=LATEST, tags=BESIDE)
 def build(session):
     """Build every wheel and sdist into dist/, check them, and install from there."""
     install(session, "build", "runtime")
@@ -422,14 +416,14 @@ def matrix(session, jax):
     session.install("--no-index", "--find-links", str(dist), "chunkwise")
     session.run("chunkwise", "--version")
     run_example(session, "layers")
-    session.run("pytest", *WORKERS, *QUICK, *SAMPLE, *session.posargs)
+    session.run("pytest", *WORKERS, *QUICK, PACKAGES["kkt"], *KDA, *session.posargs)
 
 
 # The packages are imported where there may be an accelerator, which the site has no use for.
 MKDOCS = dict(NO_MKDOCS_2_WARNING="1", JAX_PLATFORMS="cpu")
 
 
-@beside_tests(python=LATEST)
+@nox.session(python=LATEST, tags=BESIDE)
 def docs(session):
     """Build the documentation site into build/site; a link that leads nowhere is an error."""
     prepare(session, "docs")

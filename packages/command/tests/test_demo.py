@@ -27,8 +27,9 @@ THOROUGH = dict(
 
 
 def test_a_library_without_lines(tmp_path, monkeypatch):
+    (tmp_path / "module.py").write_text("TABLE = 1\n")
     monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(SystemExit, match="The standard library must have docstrings; got none in"):
+    with pytest.raises(SystemExit, match=r"^The standard library must have docstrings; got none in .*\.$"):
         demo.read_facts(4)
 
 
