@@ -50,11 +50,6 @@ _NO_LAUNCH = {
 }  # fmt: skip
 
 
-def is_installed() -> bool:
-    """Return whether the compiler for GPUs is installed."""
-    return all(importlib.util.find_spec(name) for name in ("jax_cuda13_plugin", "jax_plugins.xla_cuda13"))
-
-
 def setup() -> None:
     """Select the CPU as backend, and put the assembler of nvidia-cuda-nvcc on the path."""
     jax.config.update("jax_platforms", "cpu")
