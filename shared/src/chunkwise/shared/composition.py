@@ -50,12 +50,6 @@ def decays(x: Arguments, options: Options) -> tuple[Arguments, Options]:
     return x._replace(g=g, A_log=None, dt_bias=None), options._replace(activation=activation)
 
 
-def interleave(*tokens: jax.Array) -> jax.Array:
-    """Return n arrays [B, T, ...] as [B, T n, ...], in turn; XLA puts them side by side where lanes are read so."""
-    B, T, *rest = tokens[0].shape
-    return jnp.stack(tokens, axis=2).reshape(B, T * len(tokens), *rest)
-
-
 def over_tokens(
     operator: object, form: str, x: Arguments, options: Options, implementation: str | None, n: int
 ) -> tuple[jax.Array, Any]:
@@ -71,7 +65,7 @@ def over_tokens(
         # A boundary past the end, which a compiled program cannot refuse, must not overflow.
         x = x._replace(cu_seqlens=jnp.clip(x.cu_seqlens, 0, checks.MOST_COUNTED // n) * jnp.int32(n))
     if x.segment_ids is not None:
-        x = x._replace(segment_ids=interleave(*(x.segment_ids,) * n))
+        x = x._replace(segment_ids=jnp.repeat(x.segment_ids, n, axis=1))
     if options.block_size is not None:
         options = options._replace(block_size=options.block_size * n)
     pool = x.initial_state if form == "ragged" and state_pool.as_pool(x.initial_state).replay else None

@@ -26,8 +26,9 @@ def _run(form: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     by_token = check(x, options, n)
     checked, options = composition.check_counts(by_token, options, form)
     x, options = composition.decays(checked._replace(k=x.k, v=x.v), options)
-    g: Any = None if x.g is None else interleaved.whole(interleaved.place(x.g, n, 0))
-    x = x._replace(q=interleaved.place(x.q, n, n - 1), g=g)
+    g = None if x.g is None else interleaved.place(x.g, n, 0)
+    g, beta = interleaved.whole((g, x.beta))
+    x = x._replace(q=interleaved.place(x.q, n, n - 1), g=g, beta=beta)
     return composition.over_tokens(OPERATOR, form, x, options, implementation, n)
 
 

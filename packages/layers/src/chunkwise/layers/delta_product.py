@@ -8,7 +8,7 @@ from chunkwise.layers import caches, config, layer
 from chunkwise.layers.checkpoint import parameters, table
 from chunkwise.layers.mixer import norm, running
 from chunkwise.pipeline import chunk_gated_delta_product, ragged_gated_delta_product, recurrent_gated_delta_product
-from chunkwise.shared import composition
+from chunkwise.shared.kernels import interleaved
 
 _OPERATORS = running.Operators(chunk_gated_delta_product, recurrent_gated_delta_product, ragged_gated_delta_product)
 
@@ -103,7 +103,8 @@ def _mix(
     heads = (config.H,) * (1 + n) + (config.HV,) * n
     (q, *steps), conv = running.convolve_heads(run, heads, projected, w.conv)
     b = [running.project(x, weight) for weight in w.b]
-    k, v, beta = (composition.interleave(*y) for y in (steps[:n], steps[n:], b))
+    # An array of all steps would be a copy: the kernels put them together.
+    k, v, beta = (interleaved.in_turn(*y) for y in (steps[:n], steps[n:], b))
     gate = dict(use_gate_in_kernel=True, A_log=w.A_log, dt_bias=w.dt_bias) if config.forget_gate else {}
     o, state = run.operate(
         _OPERATORS, q, k, v, running.project(x, w.a) if config.forget_gate else None, beta, n,

@@ -78,10 +78,11 @@ class Interleaved:
         if _divided(self.first):
             arrays = [jnp.zeros_like(self.first) if y is None else y for y in self.arrays]
             return jnp.stack(arrays, axis=2).reshape(self.shape)
-        n, zero, rest = len(self.arrays), jnp.zeros((), self.dtype), [(0, 0, 0)] * (self.ndim - 2)
+        n, zero = len(self.arrays), jnp.zeros((), self.dtype)
         # A TPU takes a seventh of the time for padding between rows, and for a slice, that it takes for a stack.
-        among = lambda i, y: lax.pad(y, zero, [(0, 0, 0), (i, n - 1 - i, n - 1), *rest])
-        return functools.reduce(jnp.add, [among(i, y) for i, y in enumerate(self.arrays) if y is not None])
+        among = lambda i, y: lax.pad(_flat(y), zero, [(0, 0, 0), (i, n - 1 - i, n - 1), (0, 0, 0)])
+        parts = [among(i, y) for i, y in enumerate(self.arrays) if y is not None]
+        return functools.reduce(jnp.add, parts).reshape(self.shape)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -142,7 +143,12 @@ KINDS = Interleaved, InLanes
 
 def place(y: jax.Array, n: int, at: int) -> Any:
     """Return [B, T n, ...] with the tokens y [B, T, ...] at this place of every n tokens, and zeros at the others."""
-    return Interleaved(*(y if i == at else None for i in range(n))) if n > 1 else y
+    return in_turn(*(y if i == at else None for i in range(n)))
+
+
+def in_turn(*arrays: jax.Array | None) -> Any:
+    """Return the tokens [B, T n, ...] of n arrays [B, T, ...] in turn; None is an array of zeros."""
+    return Interleaved(*arrays) if len(arrays) > 1 else arrays[0]
 
 
 def whole(tree: object) -> Any:
@@ -161,7 +167,14 @@ def select_queries(q: Tokens, o: jax.Array) -> Any:
     n, at = len(q.arrays), next(i for i, y in enumerate(q.arrays) if y is not None)
     if o.shape[1] == q.first.shape[1]:
         return o
-    return o.reshape(o.shape[0], -1, n, *o.shape[2:])[:, :, at] if _divided(o) else o[:, at::n]
+    if _divided(o):
+        return o.reshape(o.shape[0], -1, n, *o.shape[2:])[:, :, at]
+    return _flat(o)[:, at::n].reshape(o.shape[0], -1, *o.shape[2:])
+
+
+def _flat(y: jax.Array) -> jax.Array:
+    """Return rows of one dimension: among rows of heads by channels, a TPU moves tokens by copies."""
+    return y.reshape(*y.shape[:2], -1)
 
 
 def _divided(y: jax.Array) -> bool:
