@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chunkwise.layers import Step, empty_cache
-from chunkwise.layers.mixer import norm, rotary, running
+from chunkwise.layers.mixer import rotary, running
 from chunkwise.shared.testing.compare import TOLERANCE, assert_close
 from tests.layer_oracle import LAYERS, SERVED, make, make_cache, oracle
 from tests.shown import Shown, layer_of
@@ -99,16 +99,11 @@ def test_an_id_of_padding(name):
     assert not np.asarray(got)[ids <= 0].any()
 
 
-def test_a_norm_without_a_gate():
-    x, weight = np.arange(1.0, 49.0, dtype=np.float32).reshape(1, 2, 3, 8), np.arange(8.0, dtype=np.float32)
-    want = weight * x / np.sqrt(np.mean(x * x, axis=3, keepdims=True) + 0.5)
-    assert_close("y", norm.rms_heads(jnp.asarray(x), jnp.asarray(weight), 0.5), want, 1e-6)
-
-
 def test_pairs_of_channels_are_turned():
-    x, angles = np.arange(1.0, 11.0, dtype=np.float32).reshape(1, 2, 1, 5), np.array([[0.5, 0.1], [1.5, 0.3]])
+    x, angles = np.arange(1.0, 21.0, dtype=np.float32).reshape(1, 2, 2, 5), np.array([[0.5, 0.1], [1.5, 0.3]])
     z = 2 * (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * angles)[None, :, None]
-    got = rotary.turn(jnp.asarray(x), jnp.array([[1.0, 3.0]]), (0.5, 0.1), 2.0)
+    run = running.Sequences(None, False, None, None, -1, None, None, None)
+    got = rotary.turn(run, jnp.asarray(x), jnp.array([[1.0, 3.0]]), (0.5, 0.1), 2.0)
     assert_close("x", got, np.concatenate([z.real, z.imag, x[..., 4:]], axis=3), 1e-6)
 
 

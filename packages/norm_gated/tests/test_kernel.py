@@ -37,3 +37,6 @@ def test_bytes():
     # x, z and y; then x, z, dy, dx and dz.
     assert cost(rows=10, D=8, itemsize=2).bytes_accessed == 3 * 10 * 8 * 2
     assert cost(rows=10, D=8, itemsize=4, backward=True).bytes_accessed == 5 * 10 * 8 * 4
+    # Without z it is x and y; then x, dy and dx.
+    assert cost(rows=10, D=8, itemsize=2, gated=False).bytes_accessed == 2 * 10 * 8 * 2
+    assert cost(rows=10, D=8, itemsize=2, backward=True, gated=False).bytes_accessed == 3 * 10 * 8 * 2

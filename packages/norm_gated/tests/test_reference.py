@@ -44,19 +44,22 @@ def test_values(shape, implementation):
 
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None, "no gate"])
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_activations_and_gradients_are_those_of_the_definition(activation, norm_before_gate, implementation):
     x = inputs(shape := (2, 3, 2, 6) if norm_before_gate else (3, 2, 6))
     if not norm_before_gate:  # as in Mamba-2, every head has weights of its own
         x["weight"] = x["z"][0]
+    if activation == "no gate":
+        x["z"], activation = None, "silu"
     options = dict(activation=activation, norm_before_gate=norm_before_gate)
     y = rms_norm_gated(**x, **options, implementation=implementation, in_place=not norm_before_gate)
     assert_close("y", y, definition(x, **options), TOLERANCE["float32"])
     dy = np.random.default_rng(1).standard_normal(shape)
     _, pull = jax.vjp(lambda x: rms_norm_gated(**x, **options, implementation=implementation), x)
     (d,) = pull(jnp.asarray(dy, jnp.float32))
-    for name, want in numeric_gradients(lambda **x: definition(x, **options), x, [dy]).items():
+    given = {name: y for name, y in x.items() if y is not None}
+    for name, want in numeric_gradients(lambda **y: definition(x | y, **options), given, [dy]).items():
         assert_close(f"d{name}", d[name], want, GRADIENT_TOLERANCE["float32"])
 
 

@@ -49,6 +49,15 @@ def test_the_result_takes_the_memory_of_x():
     assert program.memory_analysis().temp_size_in_bytes < x.size * 2 // 100
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_gate_compiles(chip):
+    x = spec(1, 100, 4, 96, dtype=jnp.bfloat16)
+    f = lambda x, weight: jnp.sum(rms_norm_gated(x, None, weight, implementation="pallas") ** 2)
+    text = compile_for(jax.grad(f), x, spec(96), chip=chip).as_text()
+    assert "rms_norm_gated_fwd_d96" in text
+    assert "rms_norm_gated_bwd_d96" in text
+
+
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_one_group_a_row_compiles(norm_before_gate):
     x = spec(1, 300, 4096, dtype=jnp.bfloat16)

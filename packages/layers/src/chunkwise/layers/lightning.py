@@ -135,11 +135,11 @@ def _by_operators(
     act = jax.nn.silu if config.activation else lambda y: y
     q, k, v = (running.by_head(act(y), count) for y, count in zip(projected, config.heads, strict=True))
     if config.qk_norm:
-        q, k = (norm.rms_heads(y, weight, config.eps) for y, weight in zip((q, k), qk_norm, strict=True))
+        q, k = (norm.norm_heads(run, y, None, w, eps=config.eps) for y, w in zip((q, k), qk_norm, strict=True))
     conv: tuple[Any, ...] = ()
     if config.frequencies:
         position, count = rotary.positions(run, 0, x)
-        q, k = (rotary.turn(y, position, config.frequencies, config.rotary_scale) for y in (q, k))
+        q, k = (rotary.turn(run, y, position, config.frequencies, config.rotary_scale) for y in (q, k))
         conv = (count,)
     o, state = run.operate(_OPERATORS, q, k, v, None, g_gamma=gamma, scale=config.scale)
     return o if isinstance(z, tuple) else _finish(run, config, o, z, weight), caches.Cache(conv, state)
@@ -149,10 +149,8 @@ def _finish(run: running.Run, config: config.LightningAttentionConfig, o, z, wei
     """Return the output of all heads [B, T, HV, V] after the norm and the gate, of which there may be one alone."""
     if config.groups is None:
         return o if z is None else o * jax.nn.sigmoid(running.by_head(z, config.HV).astype(jnp.float32)).astype(o.dtype)
-    # Without a gate, ones are one.
-    gate, activation = (jnp.ones_like(o).reshape(*o.shape[:2], -1), None) if z is None else (z, "sigmoid")
     return norm.norm_groups(
-        run, o, gate, weight, config.groups, activation=activation, norm_before_gate=True, eps=config.eps
+        run, o, z, weight, config.groups, activation="sigmoid", norm_before_gate=True, eps=config.eps
     )
 
 

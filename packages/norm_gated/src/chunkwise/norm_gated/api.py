@@ -20,7 +20,7 @@ from chunkwise.shared.mesh import partition
 @unknown_arguments.explained
 def rms_norm_gated(
     x: jax.Array,
-    z: jax.Array,
+    z: jax.Array | None,
     weight: jax.Array,
     *,
     activation: str | None = "silu",
@@ -48,7 +48,8 @@ def rms_norm_gated(
     Args:
       x: [..., D], float32, bfloat16 or float16; computed in float32. Under "xla" entries may be as large as 1e30; the
         kernel squares them as they are, so there the mean of x^2 must not overflow in float32.
-      z: the gate before its activation, of the shape of x and any of these types.
+      z: the gate before its activation, of the shape of x and any of these types. None for a norm without a gate, which
+        reads neither activation nor norm_before_gate.
       weight: [D], or [H, D] with an entry for each channel of the last two dimensions of x; of any of these types.
       activation: "silu", "sigmoid" or None, with which z itself is the gate; static.
       norm_before_gate: whether x is normed before the gate multiplies it, or after; static. Qwen3-Next and Kimi-Linear
@@ -73,7 +74,7 @@ def rms_norm_gated(
     Accuracy: 2e-7 relative to the definition in float64 for float32 inputs, 2e-3 for bfloat16 inputs, whose result is
     rounded to bfloat16; gradients 3e-7 and 3e-3.
     Cost: 8 R D flops for R rows of D channels; x and z are read and y is written once. The backward reads x, z and
-    dy and writes dx and dz once.
+    dy and writes dx and dz once. Without a gate nothing is read or written for it.
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gate comes from Gated Delta Networks
       (2024) and Mamba-2 (2024).
     """
@@ -91,8 +92,9 @@ def _check(arrays: partition.Arrays, options: PartOptions) -> tuple[partition.Ar
     shape = checks.check_floating("x", x, "[..., D]")
     checks.check(len(shape) >= 1, f"`x` must have shape [..., D]; got {shape}.")
     checks.check(all(shape), f"`x` must not be empty; got {shape}.")
-    checks.check_floating("z", z, "[..., D]")
-    checks.check(tuple(z.shape) == shape, f"`z` must have the shape of `x` {shape}; got {tuple(z.shape)}.")
+    if z is not None:
+        checks.check_floating("z", z, "[..., D]")
+        checks.check(tuple(z.shape) == shape, f"`z` must have the shape of `x` {shape}; got {tuple(z.shape)}.")
     dims = "H D" if _by_group(x, arrays["weight"]) else "D"
     checks.check_array("weight", arrays["weight"], dims, shape[-len(dims.split()) :])
     checks.check_activation(options.activation)
@@ -132,14 +134,14 @@ def _layout(ndim: int, by_group: bool) -> partition.Layout:
 @functools.partial(jax.jit, static_argnums=1)
 def _run(arrays: partition.Arrays, options: PartOptions) -> Results:
     """Run the norm on one device."""
-    x, z, weight = (arrays[name] for name in ("x", "z", "weight"))
+    x, z, weight = (arrays.get(name) for name in ("x", "z", "weight"))
     s = tile.NormStatic(x.shape[-1], options.activation, bool(options.norm_before_gate), float(options.eps))
     if options.implementation == "xla":
         return xla.norm(x, z, weight, s), None
     groups = _groups(x, weight)
-    config = options.config or tiles.default_for(groups, s.D, max(x.dtype.itemsize, z.dtype.itemsize))
+    config = options.config or tiles.default_for(groups, s.D, max(y.dtype.itemsize for y in (x, z) if y is not None))
     lanes = weight.astype(jnp.float32)
     lanes = lanes.reshape(1, -1) if lanes.ndim == 2 else jnp.tile(lanes, groups)[None]  # [1, groups D]
-    rows, gates, lanes = compat.vary_alike(x.reshape(-1, groups * s.D), z.reshape(-1, groups * s.D), lanes)
-    rows, gates, lanes = derivatives.of_kernel("rms_norm_gated", (rows, gates, lanes))
+    rows, gates = jax.tree.map(lambda y: y.reshape(-1, groups * s.D), (x, z))
+    rows, gates, lanes = derivatives.of_kernel("rms_norm_gated", compat.vary_alike(rows, gates, lanes))
     return vjp.norm(rows, gates, lanes, s, config, bool(options.in_place)).reshape(x.shape), None

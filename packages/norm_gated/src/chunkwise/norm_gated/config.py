@@ -46,18 +46,22 @@ def default_for(groups: int, D: int, itemsize: int) -> Config:
     return Config(min(max(rows, strip), 1024), taken, strip)
 
 
-def cost(*, rows: int, D: int, itemsize: int = 2, backward: bool = False) -> pl.CostEstimate:
+def cost(
+    *, rows: int, D: int, itemsize: int = 2, backward: bool = False, gated: bool = True
+) -> pl.CostEstimate:  # fmt: skip
     """Return the cost of the norm of `rows` rows of D channels, or of its gradient.
 
     Args:
       rows, D: sizes.
       itemsize: bytes of a number of x, z and y.
       backward: the cost of the gradient, which computes the norm again.
+      gated: whether the norm has a gate.
     """
     numbers = rows * D
     # The forward reads x and z and writes y; the backward reads x, z and dy and writes dx and dz.
+    arrays = (5 if backward else 3) if gated else (3 if backward else 2)
     return pl.CostEstimate(
         flops=numbers * (20 if backward else 8),
         transcendentals=numbers,
-        bytes_accessed=numbers * itemsize * (5 if backward else 3),
+        bytes_accessed=numbers * itemsize * arrays,
     )

@@ -6,6 +6,7 @@ of the weight.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ def _strips(cut: tiles.Config, width: int, D: int, compute) -> None:
     lax.fori_loop(jnp.int32(0), jnp.int32(cut.rows // cut.strip), strip, None)
 
 
-def _load(ref, rows, lanes) -> jax.Array:
-    return ref[rows, lanes].astype(jnp.float32)
+def _load(ref, rows, lanes) -> Any:
+    return None if ref is None else ref[rows, lanes].astype(jnp.float32)
 
 
 def _fwd_kernel(x_ref, z_ref, weight_ref, y_ref, *, s: tile.NormStatic, config: tiles.Config):
@@ -64,7 +65,9 @@ def _bwd_kernel(
     def compute(at, lanes):
         x, z, dy = (_load(ref, at, lanes) for ref in (x_ref, z_ref, dy_ref))  # [strip, lanes]
         dx, dz, dweight = tile.backward(x, z, weight_ref[:, lanes], dy, s)
-        dx_ref[at, lanes], dz_ref[at, lanes] = dx.astype(dx_ref.dtype), dz.astype(dz_ref.dtype)
+        dx_ref[at, lanes] = dx.astype(dx_ref.dtype)
+        if dz_ref is not None:
+            dz_ref[at, lanes] = dz.astype(dz_ref.dtype)
         if rows % config.rows:
             row = first + at.start + lax.broadcasted_iota(jnp.int32, dweight.shape, 0)
             dweight = jnp.where(row < jnp.int32(rows), dweight, 0.0)
@@ -77,7 +80,7 @@ def _bwd_kernel(
 
 def launch(
     x: jax.Array,
-    z: jax.Array,
+    z: jax.Array | None,
     weight: jax.Array,
     s: tile.NormStatic,
     config: tiles.Config,
@@ -87,28 +90,29 @@ def launch(
     """Run the forward kernel, or with dy the backward one.
 
     Args:
-      x, z, dy: [rows, groups * D].
+      x, z, dy: [rows, groups * D]; z is None for a norm without a gate.
       weight: float32 [1, groups * D].
       s: the static description.
       config: tile sizes.
       in_place: whether y takes the memory of x.
 
     Returns:
-      A tuple. Forward: y, shaped and typed as x. Backward: dx and dz, shaped and typed as x and z, and dweight, float32
-      [n, groups * D], to be summed over n.
+      A tuple. Forward: y, shaped and typed as x. Backward: dx and dz, shaped and typed as x and z, of which dz is None
+      without z, and dweight, float32 [n, groups * D], to be summed over n.
     """
     rows, width = x.shape
     blocks, lanes = -(-rows // config.rows), config.groups * s.D
     parts = blocks if dy is None else min(blocks, _CORES)
     steps = -(-blocks // parts)
     # A grid step past the last block keeps the index of the last block and does nothing.
-    block = pl.BlockSpec((config.rows, lanes), lambda i, j, n: (jnp.minimum(i * steps + n, blocks - 1), j))
+    block: Any = pl.BlockSpec((config.rows, lanes), lambda i, j, n: (jnp.minimum(i * steps + n, blocks - 1), j))
+    gate = None if z is None else block
     body, operands = functools.partial(_fwd_kernel, s=s, config=config), (x, z, weight)
     out_specs, like = (block,), (x,)
     if dy is not None:
         body, operands = functools.partial(_bwd_kernel, s=s, config=config, rows=rows), (x, z, weight, dy)
         sums = jax.ShapeDtypeStruct((parts * _SUBLANES, width), jnp.float32)
-        out_specs, like = (block, block, windows.along((_SUBLANES, lanes), 0, 1)), (x, z, sums)
+        out_specs, like = (block, gate, windows.along((_SUBLANES, lanes), 0, 1)), (x, z, sums)
     return launcher.pallas_call(
         body,
         *operands,
@@ -116,9 +120,11 @@ def launch(
         # Parts and blocks of groups are independent; the blocks of a part add to the same sums.
         grid=(parts, -(-width // lanes), steps),
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        in_specs=[block, block, windows.along((1, lanes), None, 1), block][: len(operands)],
+        in_specs=[block, gate, windows.along((1, lanes), None, 1), block][: len(operands)],
         out_specs=out_specs,
-        out_shape=tuple(compat.out_struct(y.shape, y.dtype, *operands) for y in like),
+        out_shape=jax.tree.map(lambda y: compat.out_struct(y.shape, y.dtype, *operands), like),
         input_output_aliases={0: 0} if in_place else None,
-        cost_estimate=tiles.cost(rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None),
+        cost_estimate=tiles.cost(
+            rows=rows * width // s.D, D=s.D, itemsize=x.dtype.itemsize, backward=dy is not None, gated=z is not None
+        ),
     )

@@ -1,6 +1,6 @@
 """The mathematics of a tile of rows: several groups of D channels side by side in the lanes, each normed by itself."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,26 +53,27 @@ def group_mean(x: jax.Array, D: int) -> jax.Array:
     return jnp.concatenate(registers, axis=1)
 
 
-def norm(x: jax.Array, z: jax.Array, s: NormStatic) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def norm(x: jax.Array, z: jax.Array | None, s: NormStatic) -> tuple[Any, ...]:
     """Norm a tile: n = u r with r = 1 / sqrt(mean(u^2) + eps); u is x, or x times the gate if the gate comes first.
 
     Returns:
-      n, r, the gate, which is the activation of z, and the slope of the activation, all float32 [rows, lanes].
+      n, r, the gate, which is the activation of z, and the slope of the activation, all float32 [rows, lanes]; without
+      z the gate is 1.
     """
-    gate, slope = activations.activate_with_slope(z, s.activation)
+    gate, slope = (1.0, 0.0) if z is None else activations.activate_with_slope(z, s.activation)
     u = x if s.norm_before_gate else x * gate
     r = lax.rsqrt(group_mean(u * u, s.D) + jnp.float32(s.eps))
     return u * r, r, gate, slope
 
 
-def forward(x: jax.Array, z: jax.Array, weight: jax.Array, s: NormStatic) -> jax.Array:
+def forward(x: jax.Array, z: jax.Array | None, weight: jax.Array, s: NormStatic) -> jax.Array:
     """Return y for x, z [rows, lanes] and weight [1, lanes], all float32."""
     n, _, gate, _ = norm(x, z, s)
     y = weight * n
     return y * gate if s.norm_before_gate else y
 
 
-def backward(x: jax.Array, z: jax.Array, weight: jax.Array, dy: jax.Array, s: NormStatic):
+def backward(x: jax.Array, z: jax.Array | None, weight: jax.Array, dy: jax.Array, s: NormStatic):
     """Return dx, dz and every row's gradient of the weight, all [rows, lanes], for the gradient dy of y."""
     n, r, gate, slope = norm(x, z, s)
     below = dy * weight

@@ -10,9 +10,9 @@ from chunkwise.norm_gated import config, kernel, tile
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def norm(
-    x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic, config: config.Config, in_place: bool
+    x: jax.Array, z: jax.Array | None, weight: jax.Array, s: tile.NormStatic, config: config.Config, in_place: bool
 ) -> jax.Array:
-    """Return y for x, z [rows, groups * D] and the weight of every lane, float32 [1, groups * D].
+    """Return y for x, z [rows, groups * D] or no z, and the weight of every lane, float32 [1, groups * D].
 
     The backward reads x, so that only without a gradient y may take its memory.
     """

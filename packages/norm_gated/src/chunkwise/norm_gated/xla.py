@@ -1,6 +1,7 @@
 """The gated norm in plain JAX."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ from chunkwise.shared.kernels import activations
 _LEAST = 1e-37
 
 
-def norm(x: jax.Array, z: jax.Array, weight: jax.Array, s: tile.NormStatic) -> jax.Array:
+def norm(x: jax.Array, z: jax.Array | None, weight: jax.Array, s: tile.NormStatic) -> jax.Array:
     """Return y [..., D] in the type of x."""
-    y, gate = x.astype(jnp.float32), activations.activate(z.astype(jnp.float32), s.activation)
+    y = x.astype(jnp.float32)
+    gate: Any = 1.0 if z is None else activations.activate(z.astype(jnp.float32), s.activation)
     if not s.norm_before_gate:
         y = y * gate
     # Rows are divided by their largest entry, or by the root of eps if that is larger, so that no square overflows or

@@ -68,9 +68,9 @@ def causal_conv1d(
 
 
 def rms_norm_gated(x, z, weight, *, name: str | None = "silu", norm_before_gate: bool = True, eps: float = 1e-6):
-    """Return the gated RMSNorm over the last axis."""
-    x, z, weight = (np.asarray(y, np.float64) for y in (x, z, weight))
-    gate = activation(z, name)
+    """Return the RMSNorm over the last axis, with a gate, or without one where z is None."""
+    x, weight = (np.asarray(y, np.float64) for y in (x, weight))
+    gate = np.ones_like(x) if z is None else activation(np.asarray(z, np.float64), name)
     u = x if norm_before_gate else x * gate
     y = weight * u / np.sqrt(np.mean(u**2, axis=-1, keepdims=True) + eps)
     return y * gate if norm_before_gate else y

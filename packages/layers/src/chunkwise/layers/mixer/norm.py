@@ -12,46 +12,42 @@ from chunkwise.norm_gated import rms_norm_gated
 from chunkwise.shared.kernels import activations
 
 
-def norm_heads(run: running.Run, o, z, weight, *, activation: str, eps: float):
+def norm_heads(run: running.Run, o, z, weight, *, activation: str | None = None, eps: float):
     """Return the RMSNorm of every head of o [B, T, HV, V], with one weight [V] and gates z [B, T, HV V], or no gate."""
-    if z is None:
-        return rms_heads(o, weight, eps)
     HV = o.shape[2]
     return rms_norm_gated(
-        o, running.by_head(z, HV), weight, activation=activation, eps=eps,
+        o, _by_head(z, HV), weight, activation=activation, eps=eps,
         implementation=running.AROUND[run.implementation],
         sharding=division.split_heads(run.sharding, HV),
     )  # fmt: skip
 
 
-def rms_heads(x, weight, eps: float) -> jax.Array:
-    """Return the RMSNorm of every head of x [B, T, H, K], with one weight [K], computed in float32."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)[None, None, None]).astype(x.dtype)
+def _by_head(z, heads: int):
+    """Return gates [B, T, HV V] by head, or None for no gates."""
+    return None if z is None else running.by_head(z, heads)
 
 
 def norm_groups(
     run: running.Run, o, z, weight, groups: int, *, activation: str | None, norm_before_gate: bool, eps: float
 ):
-    """Return the gated RMSNorm of o [B, T, HV, V] with gates z [B, T, HV V]; a norm goes over a group of heads.
+    """Return the RMSNorm of o [B, T, HV, V] with gates z [B, T, HV V], or no gate; a norm goes over a group of heads.
 
     The weight [HV V] has an entry for every channel of every head.
     """
     options: dict[str, Any] = dict(activation=activation, norm_before_gate=norm_before_gate, eps=eps)
     if groups % division.devices_of_heads(run.sharding, o):
         return _norm_over_devices(o, z, weight, groups, **options)
-    flat = o.reshape(z.shape)
+    flat = o.reshape(*o.shape[:2], -1)
     options |= dict(implementation=running.AROUND[run.implementation], in_place=True)
     if groups == 1:
         y = rms_norm_gated(flat, z, weight, **options, sharding=division.split_heads(run.sharding, 1))
         return y.reshape(o.shape)
     y = rms_norm_gated(
-        running.by_head(flat, groups), running.by_head(z, groups), weight.reshape(groups, -1), **options,
+        running.by_head(flat, groups), _by_head(z, groups), weight.reshape(groups, -1), **options,
         sharding=division.split_heads(run.sharding, groups),
     )  # fmt: skip
     # Flat first: JAX takes no groups of divided heads apart into heads.
-    return y.reshape(z.shape).reshape(o.shape)
+    return y.reshape(flat.shape).reshape(o.shape)
 
 
 def is_local(run: running.Run, v, config: config.LayerConfig, groups: int) -> bool:
@@ -62,7 +58,7 @@ def is_local(run: running.Run, v, config: config.LayerConfig, groups: int) -> bo
 def _norm_over_devices(o, z, weight, groups: int, *, activation: str | None, norm_before_gate: bool, eps: float):
     """Return the norm of `norm_groups` if a group of heads lies on several devices, over which XLA adds up."""
     HV, V = o.shape[2:]
-    gate = activations.activate(running.by_head(z, HV).astype(jnp.float32), activation)
+    gate = 1.0 if z is None else activations.activate(running.by_head(z, HV).astype(jnp.float32), activation)
     u = o.astype(jnp.float32) if norm_before_gate else o.astype(jnp.float32) * gate
     # A product with a table of groups adds up heads, because a group may begin or end between the heads of a device.
     member = jnp.arange(HV)[:, None] // (HV // groups) == jnp.arange(groups)[None]  # [HV, groups]

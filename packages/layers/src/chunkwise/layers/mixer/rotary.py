@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from chunkwise.layers.devices import division
 from chunkwise.layers.mixer import running
 from chunkwise.shared.call import checks
 
@@ -28,21 +28,24 @@ def positions(run: running.Run, i: int, x) -> running.Convolved:
     return found, plain.convolve(i, count, running.OLDER[None], None, 1, None)[1]
 
 
-def turn(x: jax.Array, position: jax.Array, frequencies: tuple[float, ...], scale: float) -> jax.Array:
+def turn(
+    run: running.Run, x: jax.Array, position: jax.Array, frequencies: tuple[float, ...], scale: float
+) -> jax.Array:  # fmt: skip
     """Return x [B, T, H, K] with the pairs of channels c and c + n turned, for the n frequencies in radians a token.
 
     The turned channels are multiplied by a scale; channels from 2 n on stay as they are.
     """
-    n, K = len(frequencies), x.shape[3]
-    # The channel that turns with each channel comes from a product, because XLA would copy x for every slice of heads.
-    pair = np.zeros((K, K), np.float32)
-    pair[range(n, 2 * n), range(n)], pair[range(n), range(n, 2 * n)] = -1.0, 1.0
-    other = jnp.einsum(
-        "bthk,kc->bthc", x, jnp.asarray(pair, x.dtype), precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    n, K, devices = len(frequencies), x.shape[3], division.devices_of_heads(run.sharding, x)
+    # The heads of a device stay flat, because a TPU would copy x to take their channels apart.
+    flat = x.reshape(*x.shape[:2], devices, -1)
+    channel = jnp.arange(flat.shape[3]) % K
+    moved = lambda by: jax.lax.pad(flat, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + [(by, -by, 0)])
+    other = jnp.where(channel < n, -moved(-n), moved(n)).astype(jnp.float32)
+    # A product gives every head the same angles, for which a broadcast would lay out one array a head.
+    member = (jnp.arange(K)[:, None] == channel[None]).astype(jnp.float32)
+    of_heads = lambda y: jnp.einsum("btk,kc->btc", y, member, precision=jax.lax.Precision.HIGHEST)[:, :, None]
     angle = position[..., None] * jnp.array(frequencies, jnp.float32)[None, None]  # [B, T, n]
     rest = jnp.zeros((*angle.shape[:2], K - 2 * n), jnp.float32)
-    of_pairs = lambda y, fill: jnp.concatenate([y * scale, y * scale, rest + fill], axis=2)[:, :, None]
+    of_pairs = lambda y, fill: of_heads(jnp.concatenate([y * scale, y * scale, rest + fill], axis=2))
     cos, sin = of_pairs(jnp.cos(angle), 1.0), of_pairs(jnp.sin(angle), 0.0)
-    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
+    return (flat.astype(jnp.float32) * cos + other * sin).astype(x.dtype).reshape(x.shape)
