@@ -1,6 +1,7 @@
 """Rotary positions: where tokens are in their sequences, and pairs of channels turned by an angle for each token."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,22 @@ def turn(
     # The heads of a device stay flat, because a TPU would copy x to take their channels apart.
     flat = x.reshape(*x.shape[:2], devices, -1)
     channel = jnp.arange(flat.shape[3]) % K
-    moved = lambda by: jax.lax.pad(flat, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + [(by, -by, 0)])
-    other = jnp.where(channel < n, -moved(-n), moved(n)).astype(jnp.float32)
     # A product gives every head the same angles, for which a broadcast would lay out one array a head.
     member = (jnp.arange(K)[:, None] == channel[None]).astype(jnp.float32)
     of_heads = lambda y: jnp.einsum("btk,kc->btc", y, member, precision=jax.lax.Precision.HIGHEST)[:, :, None]
     angle = position[..., None] * jnp.array(frequencies, jnp.float32)[None, None]  # [B, T, n]
     rest = jnp.zeros((*angle.shape[:2], K - 2 * n), jnp.float32)
-    of_pairs = lambda y, fill: of_heads(jnp.concatenate([y * scale, y * scale, rest + fill], axis=2))
-    cos, sin = of_pairs(jnp.cos(angle), 1.0), of_pairs(jnp.sin(angle), 0.0)
-    return (flat.astype(jnp.float32) * cos + other * sin).astype(x.dtype).reshape(x.shape)
+
+    def by(sign: int, scale: float, y: jax.Array) -> jax.Array:
+        c, s = scale * jnp.cos(angle), sign * scale * jnp.sin(angle)
+        moved = lambda lanes: jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0)] * 3 + [(lanes, -lanes, 0)])
+        other = jnp.where(channel < n, moved(-n), moved(n)).astype(jnp.float32)
+        cos, sin = (of_heads(jnp.concatenate(z, axis=2)) for z in ((c, c, rest + 1.0), (-s, s, rest)))
+        return (y.astype(jnp.float32) * cos + other * sin).astype(y.dtype)
+
+    # To turn is to solve the turn back for x. So JAX is told the transpose, the turn by the opposite angle, which a TPU
+    # computes in one pass; its own would write four arrays.
+    turned = jax.lax.custom_linear_solve(
+        functools.partial(by, -1, 1 / scale), flat, lambda _, y: by(1, scale, y), lambda _, y: by(-1, scale, y)
+    )
+    return turned.reshape(x.shape)
