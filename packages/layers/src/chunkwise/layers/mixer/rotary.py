@@ -46,7 +46,8 @@ def turn(
     angle = position[..., None] * jnp.array(frequencies, jnp.float32)[None, None]  # [B, T, n]
     rest = jnp.zeros((*angle.shape[:2], K - 2 * n), jnp.float32)
 
-    def by(sign: int, scale: float, y: jax.Array) -> jax.Array:
+    def turned(sign: int, scale: float, y: jax.Array) -> jax.Array:
+        """Return y turned by the angles or, with sign -1, by the opposite ones."""
         c, s = scale * jnp.cos(angle), sign * scale * jnp.sin(angle)
         moved = lambda lanes: jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0)] * 3 + [(lanes, -lanes, 0)])
         other = jnp.where(channel < n, moved(-n), moved(n)).astype(jnp.float32)
@@ -55,7 +56,6 @@ def turn(
 
     # To turn is to solve the turn back for x. So JAX is told the transpose, the turn by the opposite angle, which a TPU
     # computes in one pass; its own would write four arrays.
-    turned = jax.lax.custom_linear_solve(
-        functools.partial(by, -1, 1 / scale), flat, lambda _, y: by(1, scale, y), lambda _, y: by(-1, scale, y)
-    )
-    return turned.reshape(x.shape)
+    back = functools.partial(turned, -1)
+    forth, transposed = (lambda _, y: turned(1, scale, y)), (lambda _, y: back(scale, y))
+    return jax.lax.custom_linear_solve(functools.partial(back, 1 / scale), flat, forth, transposed).reshape(x.shape)
