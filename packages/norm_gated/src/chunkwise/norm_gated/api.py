@@ -134,7 +134,7 @@ def _layout(ndim: int, by_group: bool) -> partition.Layout:
 @functools.partial(jax.jit, static_argnums=1)
 def _run(arrays: partition.Arrays, options: PartOptions) -> Results:
     """Run the norm on one device."""
-    x, z, weight = (arrays.get(name) for name in ("x", "z", "weight"))
+    x, z, weight = arrays["x"], arrays.get("z"), arrays["weight"]
     s = tile.NormStatic(x.shape[-1], options.activation, bool(options.norm_before_gate), float(options.eps))
     if options.implementation == "xla":
         return xla.norm(x, z, weight, s), None
