@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -54,7 +55,7 @@ SOLO = ("kkt", "pipeline")
 END_TO_END = [f"tests_e2e/{name}" for name in ("examples", "layers", "operators", "pages", "repository")]
 # The tests that every change must pass; the session `thorough` runs the others.
 QUICK = ("-m", "not thorough")
-# The tag of all other sessions that every change must pass, which CI runs beside `tests`.
+# The tag of all other sessions that every change must pass, which run beside `tests`.
 BESIDE = ["beside-tests"]
 
 # Collectives of simulated devices wait for threads of all of them: more than a small machine has cores.
@@ -70,6 +71,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["PIP_COMPILE"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+nox.options.sessions = ["every"]
 nox.options.error_on_external_run = True
 # Where uv is installed beside nox, it fills an environment in a second, and pip in a quarter of a minute.
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -117,6 +119,17 @@ def run_example(session: nox.Session, name: str) -> None:
     session.run("python", "-W", "error", script, env={"JAX_PLATFORMS": "cpu"})
 
 
+@nox.session(venv_backend="none")
+def every(session):
+    """Run what every change must pass: `tests`, and beside it sessions that wait for the network or use one core."""
+    log, run = Path(session.create_tmp(), "others.txt"), (sys.executable, "-m", "nox")
+    with log.open("w") as file, subprocess.Popen([*run, "-t", *BESIDE], stdout=file, stderr=file) as others:
+        tests = subprocess.run([*run, "-s", "tests"], check=False)
+    print(log.read_text())
+    if tests.returncode or others.returncode:
+        session.error("A session failed.")
+
+
 @nox.session(tags=BESIDE)
 def lint(session):
     """Check style and format, that all copies of release/metadata.toml agree, and the files of the forge."""
@@ -129,34 +142,18 @@ def lint(session):
     session.run("zizmor", "--offline", "--quiet", ".github")
 
 
-@nox.session(default=False)
+@nox.session
 def metadata(session):
     """Copy release/metadata.toml to all places that need it."""
     session.run("python", "release/metadata.py")
 
 
-@nox.session(default=False)
+@nox.session
 def lock(session):
     """Renew release/lock.txt: the newest versions of all that the sessions install, for every Python and platform."""
     session.install("uv")
-    python = ABOUT.requires_python.removeprefix(">=")
-    command = ("uv", "pip", "compile", "--quiet", "--universal", "--python-version", python, "--no-header")
-    command += ("--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
-    every = (*GROUPS["dependency-groups"],)
-    found = Path(session.create_tmp(), "found.txt")
-
-    def solve(groups, *options) -> str:
-        wanted = found.with_name("wanted.txt")
-        requirements = nox.project.dependency_groups(GROUPS, *groups)
-        wanted.write_text("\n".join(x for x in dict.fromkeys(requirements) if locks.is_hashed(x)))
-        found.unlink(missing_ok=True)
-        session.run(*command, *options, wanted, "-o", found, silent=True)
-        return found.read_text()
-
-    text = solve(every, "--generate-hashes")
-    constraints = found.with_name("versions.txt")
-    constraints.write_text("\n".join(entry.requirement for entry in locks.read(text)))
-    locks.LOCK.write_text(locks.with_groups(text, {group: solve([group], "-c", constraints) for group in every}))
+    groups = {name: nox.project.dependency_groups(GROUPS, name) for name in GROUPS["dependency-groups"]}
+    locks.renew(session, groups, ABOUT.requires_python.removeprefix(">="))
 
 
 @nox.session(python=LATEST, tags=BESIDE)
@@ -192,7 +189,7 @@ def run_tests(session: nox.Session, measured: str, *arguments: str) -> list[Path
     return paths
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def cover(session):
     """Measure what tests cost and reach, choose those that every change must pass, and keep what these cost."""
     prepare(session, "e2e")
@@ -201,7 +198,7 @@ def cover(session):
     session.notify("tests", ["--keep"])
 
 
-@nox.session(**WITH_TORCH, default=OLDEST != LATEST, tags=BESIDE * (OLDEST != LATEST))
+@nox.session(**WITH_TORCH, tags=BESIDE * (OLDEST != LATEST))
 def oldest(session):
     """Do as the first line of the README under the oldest Python, and run a sample and what needs torch there."""
     install(session, "e2e")
@@ -211,21 +208,21 @@ def oldest(session):
     session.run("pytest", *WORKERS, "-m", "torch and not thorough", "tests_e2e", *session.posargs)
 
 
-@nox.session(**WITH_TORCH, default=False)
+@nox.session(**WITH_TORCH)
 def torch(session):
     """Run the thorough tests that need torch, under the oldest Python, for which it has builds."""
     prepare(session, "e2e")
     session.run("pytest", *WORKERS, "-m", "torch and thorough", "tests_e2e", *session.posargs)
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def simulated(session):
     """Run all kernels on a simulated TPU, which finds races and memory that nobody wrote."""
     prepare(session, "test")
     session.run("pytest", *WORKERS, "tests_e2e/simulated", *session.posargs)
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def thorough(session):
     """Run the tests that take long: more sizes and types, and the compilations for all TPU generations."""
     prepare(session, "e2e")
@@ -233,14 +230,14 @@ def thorough(session):
     session.run("pytest", *WORKERS, "-m", "thorough", "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def random(session):
     """Search for mistakes: compare operators with float64 on random batches, other ones every time."""
     prepare(session, "test")
     session.run("pytest", *WORKERS[:4], "tests_e2e/random", *session.posargs)
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def tpu(session):
     """Run only the compilations for real TPUs."""
     prepare(session, "test")
@@ -248,7 +245,7 @@ def tpu(session):
     session.run("pytest", *WORKERS, "-m", "tpu", "tests_e2e/mesh", *session.posargs, env=MANY_THREADS)
 
 
-@nox.session(python=PYTHONS.get("3.12", "3.12"), default=False)
+@nox.session(python=PYTHONS.get("3.12", "3.12"))
 def gpu(session):
     """Compile for an H100 without one, hold launches and temporaries to limits, and run the forms for GPUs on a CPU."""
     wanted = (x for x in nox.project.dependency_groups(GROUPS, "test") if not x.startswith("jax["))
@@ -290,8 +287,8 @@ def add_package_sessions(name: str) -> None:
 
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, run the example of its README, and use every argument."
-    nox.session(test, name=f"test-{name}", python=LATEST, default=False)
-    nox.session(solo, name=f"solo-{name}", python=LATEST, default=name in SOLO, tags=BESIDE * (name in SOLO))
+    nox.session(test, name=f"test-{name}", python=LATEST)
+    nox.session(solo, name=f"solo-{name}", python=LATEST, tags=BESIDE * (name in SOLO))
 
 
 for package in PACKAGES:
@@ -314,7 +311,7 @@ def add_host_session(name: str, requirements: tuple[str, ...], alone: tuple[str,
     host.__doc__ = f"Run {name} with ours in place, whole where a CPU can; `-- --json PATH` keeps what is measured."
     needs_torch = any(x.startswith("torch") for x in requirements)
     options = WITH_TORCH if needs_torch else {"python": PYTHONS.get("3.12", "3.12")}
-    nox.session(host, name=f"host-{name}", **options, default=False)
+    nox.session(host, name=f"host-{name}", **options)
 
 
 for host, requirements in hosts.HOSTS.items():
@@ -328,7 +325,7 @@ TOGETHER = {
 }  # fmt: skip
 
 
-@nox.session(default=False)
+@nox.session
 def extras(session):
     """Look for a set of versions for every extra of packages/integrations, and for every pair of them."""
     session.install("uv")
@@ -381,7 +378,7 @@ def build(session):
     run_example(session, "pipeline")
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def sbom(session):
     """Install the wheels of dist/ alone, and list what this installs in build/sbom.json, in the form of CycloneDX."""
     install(session, "sbom")
@@ -399,7 +396,7 @@ def sbom(session):
     session.run("cyclonedx-py", "environment", *about, "-o", result, there)
 
 
-@nox.session(default=False)
+@nox.session
 @nox.parametrize(
     "python,jax",
     [(PYTHONS.get(python, python), jax) for python, jax in ABOUT.pairs],
@@ -430,7 +427,7 @@ def docs(session):
     session.run("mkdocs", "build", "--strict", env=MKDOCS)
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def site(session):
     """Build the documentation site, and look at it in a browser."""
     prepare(session, "site")
@@ -438,7 +435,7 @@ def site(session):
     session.run("pytest", "tests_e2e/site", *session.posargs)
 
 
-@nox.session(python=LATEST, default=False)
+@nox.session(python=LATEST)
 def train(session):
     """Train a small language model on Python's standard library, and measure it on files new to it."""
     prepare(session, "train")

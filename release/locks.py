@@ -72,3 +72,23 @@ def with_groups(found: str, needs: Mapping[str, str]) -> str:
         entry._replace(groups=tuple(group for group in needs if entry.name in names[group])) for entry in read(found)
     )
     return HEAD + "".join(map(str, entries))
+
+
+def renew(session, groups: Mapping[str, list[str]], python: str) -> None:
+    """Write the lock file: the newest versions that groups allow, from a version of Python on, for every platform."""
+    command = ("uv", "pip", "compile", "--quiet", "--universal", "--python-version", python, "--no-header")
+    command += ("--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
+    found = Path(session.create_tmp(), "found.txt")
+
+    def solve(groups: Iterable[list[str]], *options) -> str:
+        wanted = found.with_name("wanted.txt")
+        requirements = dict.fromkeys(x for group in groups for x in group)
+        wanted.write_text("\n".join(filter(is_hashed, requirements)))
+        found.unlink(missing_ok=True)
+        session.run(*command, *options, wanted, "-o", found, silent=True)
+        return found.read_text()
+
+    text = solve(groups.values(), "--generate-hashes")
+    constraints = found.with_name("versions.txt")
+    constraints.write_text("\n".join(entry.requirement for entry in read(text)))
+    LOCK.write_text(with_groups(text, {name: solve([group], "-c", constraints) for name, group in groups.items()}))
