@@ -41,6 +41,24 @@ def sequences(B: int, T: int, cu_seqlens=None, segment_ids=None) -> list[Sequenc
     return found
 
 
+def token_places(B: int, T: int, cu_seqlens=None, segment_ids=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return how sequences lie in the rows.
+
+    Returns:
+      int [B, T], the initial state with which a token begins, N for zeros, and -1 where it continues a sequence; bool
+      [B, T], False for padding; and int [N, 2], the row and the token that end in a state, -1 for no token.
+    """
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    begins, valid, ends = np.full((B, T), -1), np.zeros((B, T), bool), np.full((N, 2), -1)
+    for s in sequences(B, T, cu_seqlens, segment_ids):
+        if s.end > s.start:
+            begins[s.row, s.start] = s.state if s.has_initial else N
+            valid[s.row, s.start : s.end] = True
+            if s.has_final:
+                ends[s.state] = s.row, s.end - 1
+    return begins, valid, ends
+
+
 def activation(x: np.ndarray, name: str | None) -> np.ndarray:
     """Return the activation of x by its name: "silu", "sigmoid", or None for x itself."""
     s = np.exp(-np.logaddexp(0.0, -x))

@@ -4,7 +4,6 @@ They share no code with the operators that they judge, and do not know into whic
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkwise.shared import trees
-from chunkwise.shared.testing import inputs
+from chunkwise.shared.testing import conv_norm_oracle, inputs
 
 # A state of arrays [HV, ...]: one array [HV, K, V], or a tuple.
 State = Any
@@ -94,17 +93,14 @@ def gated_delta_product(S: jax.Array, token: dict[str, jax.Array], scale: float)
     S, (HV, _, V) = jnp.exp(token["g"])[:, None, None] * S, S.shape
     steps = (token[name].reshape(-1, HV, *rest) for name, rest in (("k", S.shape[1:2]), ("v", (V,)), ("beta", ())))
     for k, v, beta in zip(*steps, strict=True):
-        error = v - jnp.einsum("hkv,hk->hv", S, k)
-        S = S + jnp.einsum("h,hk,hv->hkv", beta, k, error)
-    return S, scale * jnp.einsum("hkv,hk->hv", S, token["q"])
+        S = S + beta[:, None, None] * write(k, v - read(S, k))
+    return S, scale * read(S, token["q"])
 
 
 def dplr_delta_rule(S: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
     """Multiply the state by a diagonal matrix plus one of rank 1, which is no decay of it, and add k v^T."""
-    read = jnp.einsum("hkv,hk->hv", S, token["a"])
-    S = jnp.exp(token["gk"])[:, :, None] * S + jnp.einsum("hk,hv->hkv", token["b"], read)
-    S = S + jnp.einsum("hk,hv->hkv", token["k"], token["v"])
-    return S, scale * jnp.einsum("hkv,hk->hv", S, token["q"])
+    S = jnp.exp(token["gk"])[:, :, None] * S + write(token["b"], read(S, token["a"])) + write(token["k"], token["v"])
+    return S, scale * read(S, token["q"])
 
 
 def mamba2(
@@ -197,7 +193,7 @@ def reference(
     wide = functools.partial(jax.tree.map, functools.partial(np.asarray, dtype=np.float64))
     x, named = wide(x), x.keys()
     (B, T, _, K), (HV, V) = x[definition.queries].shape, x[definition.values].shape[2:]
-    begins, valid, ends = _sequences(B, T, cu_seqlens, segment_ids)
+    begins, valid, ends = conv_norm_oracle.token_places(B, T, cu_seqlens, segment_ids)
     empty = wide(definition.empty(HV, K, V))
     x = {"initial_state": jax.tree.map(lambda y: np.stack([y] * len(ends)), empty)} | x
     inside = lambda y: np.where(
@@ -208,40 +204,13 @@ def reference(
     with jax.enable_x64(True):
         x = jax.tree.map(jnp.asarray, x)
         run = functools.partial(_run, definition, scale, use_qk_l2norm_in_kernel)
-        places = begins, valid, np.asarray([(-1, -1) if end is None else end for end in ends])
         if do is None and dht is None:
-            return *wide(run(x, *places)), {}
+            return *wide(run(x, begins, valid, ends)), {}
         do = np.zeros((B, T, HV, V)) if do is None else inside(np.asarray(do, np.float64))
-        results, pull = jax.vjp(lambda x: run(x, *places), x)
+        results, pull = jax.vjp(lambda x: run(x, begins, valid, ends), x)
         dht = jax.tree.map(jnp.zeros_like, results[1]) if dht is None else wide(dht)
         (gradients,) = pull((jnp.asarray(do), jax.tree.map(jnp.asarray, dht)))
         return *wide(results), wide({name: gradients[name] for name in named})
-
-
-def _sequences(B: int, T: int, cu_seqlens, segment_ids) -> tuple[np.ndarray, np.ndarray, list]:
-    """Return how sequences lie in the rows.
-
-    Returns:
-      int [B, T], the initial state with which a token begins, N for zeros, and -1 where it continues a sequence; bool
-      [B, T], False for padding; and for every state the row and the token that end in it, None for no token.
-    """
-    begins, valid, ends = np.full((B, T), -1), np.zeros((B, T), bool), []
-    if cu_seqlens is not None:
-        for n, (start, stop) in enumerate(itertools.pairwise(np.asarray(cu_seqlens))):
-            if stop > start:
-                begins[0, start] = n
-            valid[0, start:stop] = True
-            ends.append((0, int(stop) - 1) if stop > start else None)
-        return begins, valid, ends
-    ids = np.zeros((B, T), int) if segment_ids is None else np.asarray(segment_ids)
-    for row in range(B):
-        before = None
-        for t in np.flatnonzero(ids[row] >= 0):
-            if before is None or ids[row, t] != ids[row, t - 1]:
-                begins[row, t] = row if before is None else B
-            before = int(t)
-        ends.append(None if before is None else (row, before))
-    return begins, ids >= 0, ends
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -1,6 +1,5 @@
 """The oracle: every operator as its token recurrence in float64 numpy, with gradients, on the host's CPU."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -37,17 +36,21 @@ def _decay(g):
     return np.exp(g if g.ndim == 4 else g[..., None])[..., None]
 
 
-def _forward(x: dict, scale: float, normalise: bool, keep: bool = False, early: bool = False):
+def _forward(x: dict, places: tuple, scale: float, normalise: bool, early: bool, keep: bool):
     """Run the recurrence in numpy, which compiles nothing and shares no code with the operators that it judges.
 
+    The tokens of padding are zeros, which leave the state unchanged.
+
     Returns:
-      o, the final state, and with `keep` the states before all tokens.
+      o, the final states, and with `keep` the states before all tokens.
     """
     q, k, v, g, beta, p = _arguments(x, normalise)
-    B, T, HV, K = k.shape
-    S = np.zeros((B, HV, K, v.shape[-1])) + x.get("initial_state", 0.0)
-    decay, o, before = _decay(g), np.empty(v.shape), []
-    for t in range(T):
+    begins, _, ends = places
+    starts, final = np.pad(x["initial_state"], [(0, 1)] + [(0, 0)] * 3), x["initial_state"].copy()
+    S, decay, o, before = np.zeros((len(v), *starts.shape[1:])), _decay(g), np.empty(v.shape), []
+    for t in range(k.shape[1]):
+        first, last = begins[:, t] >= 0, ends[:, 1] == t
+        S[first] = starts[begins[first, t]]
         before += [S] if keep else []
         erased, S = S, decay[:, t] * S
         added = v[:, t]
@@ -55,17 +58,21 @@ def _forward(x: dict, scale: float, normalise: bool, keep: bool = False, early: 
             added = beta[:, t, :, None] * (added - (p[:, t, :, None] @ (erased if early else S))[:, :, 0])
         S = S + k[:, t, :, :, None] * added[:, :, None]
         o[:, t] = scale * (q[:, t, :, None] @ S)[:, :, 0]
-    return o, S, before
+        final[last] = S[ends[last, 0]]
+    return o, final, before
 
 
-def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht, early: bool = False) -> dict:
-    """Return the gradients of sum(o * do) + sum(final_state * dht), given the states before all tokens."""
+def _backward(x: dict, places: tuple, scale: float, normalise: bool, early: bool, before: list, do, dht) -> dict:
+    """Return the gradients of sum(o * do) + sum(final states * dht), given the states before all tokens."""
     q, k, v, g, beta, p = _arguments(x, normalise)
-    decay, dS = _decay(g), dht
+    begins, valid, ends = places
+    dstarts, dS, decay = np.pad(dht, [(0, 1)] + [(0, 0)] * 3), np.zeros((len(v), *dht.shape[1:])), _decay(g)
     dq, dk, dv, dg, dp = (np.empty(y.shape) for y in (q, k, v, g, p))
     dbeta: Any = None if beta is None else np.empty(beta.shape)
     column = lambda y: y[..., None]
     for t in reversed(range(k.shape[1])):
+        first, last = begins[:, t] >= 0, ends[:, 1] == t
+        dS[ends[last, 0]] += dht[last]
         q_t, k_t, do_t, S = column(q[:, t]), column(k[:, t]), column(do[:, t]), decay[:, t] * before[t]
         p_t = column(p[:, t])
         erased = before[t] if early else S
@@ -84,16 +91,18 @@ def _backward(x: dict, scale: float, normalise: bool, before: list, do, dht, ear
             dS, derased = (dS, derased) if early else (dS + derased, 0.0)
         dg[:, t] = np.sum(dS * S, axis=-1 if g.ndim == 4 else (-2, -1))
         dS = decay[:, t] * dS + derased
+        dstarts[begins[first, t]], dS[first] = dS[first], 0.0
+    dg[~valid] = 0.0
     keys = x.get("p", x["k"])
     unit = np.repeat(keys / _norm(keys) if normalise else keys, k.shape[2] // keys.shape[2], axis=2)
     found, dp = dict(b=unit * dp), x.get("b", 1.0) * dp
     dk = dk if "p" in x else dk + dp
     each = dict(q=dq, k=dk) | (dict(p=dp) if "p" in x else {})
     found |= {name: _back_to_heads(dy, x[name], normalise) for name, dy in each.items()}
-    found |= dict(v=x.get("w", 1.0) * dv, w=x["v"] * dv, g=dg, beta=dbeta, initial_state=dS)
+    found |= dict(v=x.get("w", 1.0) * dv, w=x["v"] * dv, g=dg, beta=dbeta, initial_state=dstarts[:-1])
     if "g_gamma" in x:
-        found["g_gamma"] = np.einsum("bth,bti->h", dg if dg.ndim == 3 else dg.sum(axis=-1), x["inside"])
-    return {name: found[name] for name in x if name in found}
+        found["g_gamma"] = np.sum(dg if dg.ndim == 3 else dg.sum(axis=-1), axis=(0, 1))
+    return found
 
 
 def _back_to_heads(dy, x, normalise: bool):
@@ -105,78 +114,7 @@ def _back_to_heads(dy, x, normalise: bool):
     return (dy - y * np.sum(dy * y, axis=-1, keepdims=True)) / _norm(x)
 
 
-def _sequences(x, cu_seqlens):
-    """Return tokens [1, T, ...] as [N, longest, ...], padded with zeros, which leave the recurrence unchanged.
-
-    Rows of a batch, without boundaries, stay as they are.
-    """
-    if cu_seqlens is None:
-        return x
-    lengths = np.diff(cu_seqlens)
-    out = np.zeros((len(lengths), max(1, lengths.max(initial=0)), *x.shape[2:]))
-    for n, (start, length) in enumerate(zip(cu_seqlens, lengths, strict=False)):
-        out[n, :length] = x[0, start : start + length]
-    return out
-
-
-def _tokens(x, cu_seqlens, T):
-    """The inverse of `_sequences`; tokens of no sequence are zero."""
-    if cu_seqlens is None:
-        return x
-    out = np.zeros((1, T, *x.shape[2:]))
-    for n, (start, length) in enumerate(zip(cu_seqlens, np.diff(cu_seqlens), strict=False)):
-        out[0, start : start + length] = x[n, :length]
-    return out
-
-
-def _in_segments(x: dict, segment_ids: np.ndarray, do, dht, options: dict):
-    """Run `reference` over the segments of rows as over the sequences of a packed batch."""
-    (B, T, HV, V), K = x["v"].shape, x["k"].shape[3]
-    found = conv_norm_oracle.sequences(B, T, segment_ids=segment_ids)
-    nothing = np.zeros(0, int)  # all may be padding
-    rows = np.concatenate([nothing, *(np.full(s.end - s.start, s.row) for s in found)])
-    tokens = np.concatenate([nothing, *(np.arange(s.start, s.end) for s in found)])
-    pack = lambda y: np.asarray(y, np.float64)[rows, tokens][None]
-    # The states of a row go in before its first segment and come out after its last.
-    (first, opening), (last, closing) = (
-        np.array([(n, s.row) for n, s in enumerate(found) if getattr(s, end)], int).reshape(-1, 2).T
-        for end in ("has_initial", "has_final")
-    )
-
-    def to_segments(states, at, row):
-        out = np.zeros((len(found), HV, K, V))
-        out[at] = np.asarray(states, np.float64)[row]
-        return out
-
-    def to_rows(states, at, row, otherwise):
-        out = np.zeros((B, HV, K, V)) if otherwise is None else np.array(otherwise, np.float64)
-        out[row] = states[at]
-        return out
-
-    def unpack(y):
-        out = np.zeros((B, T, *y.shape[2:]))
-        out[rows, tokens] = y[0]
-        return out
-
-    packed = {name: pack(y) if name in _PER_TOKEN else y for name, y in x.items()}
-    before = x.get("initial_state")
-    if before is not None:
-        packed["initial_state"] = to_segments(before, first, opening)
-    cu_seqlens = np.cumsum([0, *(s.end - s.start for s in found)])
-    o, states, *grads = reference(
-        **packed, **options, cu_seqlens=cu_seqlens, do=None if do is None else pack(do),
-        dht=None if dht is None else to_segments(dht, last, closing),
-    )  # fmt: skip
-    results = unpack(o), to_rows(states, last, closing, before)
-    if not grads:
-        return results
-    (grads,) = grads
-    if before is not None:
-        grads["initial_state"] = to_rows(grads["initial_state"], first, opening, dht)
-    return *results, {name: unpack(d) if name in _PER_TOKEN else d for name, d in grads.items()}
-
-
-_PER_TOKEN = ("q", "k", "v", "g", "beta", "inside", "p", "b", "w")
+_PER_TOKEN = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 
 def reference(
@@ -206,23 +144,17 @@ def reference(
     erase_before_decay = p is not None if erase_before_decay is None else erase_before_decay
     arrays = dict(q=q, k=k, v=v, g=g, beta=beta, g_gamma=g_gamma, initial_state=initial_state, p=p, b=b, w=w)
     x = {name: np.asarray(value, np.float64) for name, value in arrays.items() if value is not None}
-    if segment_ids is not None:
-        options = dict(
-            scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, erase_before_decay=erase_before_decay
-        )
-        return _in_segments(x, np.asarray(segment_ids), do, dht, options)
-    x["inside"] = np.ones((*x["v"].shape[:2], 1))  # zero on the rows that only pad a short sequence
-    T, cu = x["v"].shape[1], None if cu_seqlens is None else np.asarray(cu_seqlens)
-    cut, paste = functools.partial(_sequences, cu_seqlens=cu), functools.partial(_tokens, cu_seqlens=cu, T=T)
-    x = {name: cut(value) if name in _PER_TOKEN else value for name, value in x.items()}
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    normalise = bool(use_qk_l2norm_in_kernel)
-    if do is None and dht is None:
-        o, state, _ = _forward(x, scale, normalise, early=erase_before_decay)
-        return paste(o), state
-    do = np.zeros(x["v"].shape) if do is None else cut(np.asarray(do, np.float64))
-    N, HV, K, V = x["v"].shape[0], x["v"].shape[2], k.shape[-1], x["v"].shape[-1]
-    dht = np.zeros((N, HV, K, V)) if dht is None else np.asarray(dht, np.float64)
-    o, state, before = _forward(x, scale, normalise, keep=True, early=erase_before_decay)
-    grads = _backward(x, scale, normalise, before, do, dht, erase_before_decay)
-    return paste(o), state, {name: paste(d) if name in _PER_TOKEN else d for name, d in grads.items()}
+    named, (B, T, HV, V), K = [*x], x["v"].shape, k.shape[-1]
+    places = _, valid, ends = conv_norm_oracle.token_places(B, T, cu_seqlens, segment_ids)
+    inside = lambda y: np.where(valid.reshape(B, T, *(1,) * (y.ndim - 2)), y, 0.0)
+    states = np.zeros((len(ends), HV, K, V))
+    x = {"initial_state": states} | {name: inside(y) if name in _PER_TOKEN else y for name, y in x.items()}
+    x["inside"] = valid[..., None]
+    how = places, K**-0.5 if scale is None else float(scale), bool(use_qk_l2norm_in_kernel), erase_before_decay
+    graded = do is not None or dht is not None
+    o, final, before = _forward(x, *how, graded)
+    if not graded:
+        return o, final
+    do = np.zeros(x["v"].shape) if do is None else inside(np.asarray(do, np.float64))
+    gradients = _backward(x, *how, before, do, states if dht is None else np.asarray(dht, np.float64))
+    return o, final, {name: gradients[name] for name in named}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkwise.shared.kernels import chunking
+from chunkwise.shared.testing import conv_norm_oracle
 
 
 class Chunk(NamedTuple):
@@ -25,15 +26,11 @@ class Chunk(NamedTuple):
 
 def chunks_of(B: int, T: int, chunk_size: int, cu_seqlens=None) -> list[Chunk]:
     """Return the chunks of a batch, or of a packed batch, by sequence and then by time."""
-    if cu_seqlens is None:
-        sequences = [(row, row, 0, T) for row in range(B)]
-    else:
-        sequences = [(0, n, int(a), int(b)) for n, (a, b) in enumerate(itertools.pairwise(np.asarray(cu_seqlens)))]
     places = [itertools.count() for _ in range(B)]
     return [
-        Chunk(row, next(places[row]), n, slice(a, min(a + chunk_size, end)))
-        for row, n, start, end in sequences
-        for a in range(start, end, chunk_size)
+        Chunk(x.row, next(places[x.row]), x.state, slice(a, min(a + chunk_size, x.end)))
+        for x in conv_norm_oracle.sequences(B, T, cu_seqlens)
+        for a in range(x.start, x.end, chunk_size)
     ]
 
 
