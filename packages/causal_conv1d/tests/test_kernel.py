@@ -5,7 +5,7 @@ import pytest
 from chunkwise.causal_conv1d import Config, causal_conv1d, causal_conv1d_update
 from chunkwise.causal_conv1d.config import cost
 from chunkwise.causal_conv1d.kernel import ConvStatic, tables
-from chunkwise.causal_conv1d.sequences import find
+from chunkwise.shared.kernels.spans.row_sequences import find
 from chunkwise.shared.testing.inputs import boundaries
 from tests.documents import check_call, documented_flops
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from chunkwise.causal_conv1d import config, sequences, tile
+from chunkwise.causal_conv1d import config, tile
 from chunkwise.shared.kernels import activations, chunking, launcher, packed, tiles, windows
-from chunkwise.shared.kernels.spans import layout
+from chunkwise.shared.kernels.spans import layout, row_sequences
 
 # Tokens of a strip.
 _STRIP = 32
@@ -34,10 +34,10 @@ class ConvOperands(NamedTuple):
         lie in it. None if no block is mixed.
       sequences: int32 [2, N]: start and length of every sequence; None without initial states.
       x: [B, T, D].
-      reach: float32 [B, blocks, 2, tokens]: age and left of `ConvSequences`; None if no block is mixed.
+      reach: float32 [B, blocks, 2, tokens]: age and left of `RowSequences`; None if no block is mixed.
       weight: float32 [W, D], the oldest token first.
       bias: float32 [1, D].
-      rows: float32 [N * (W - 1), 1, D], `sequences.state_rows`, or None. Its first axis is not tiled, so a kernel may
+      rows: float32 [N * (W - 1), 1, D], `edges.state_rows`, or None. Its first axis is not tiled, so a kernel may
         take any entry.
       dy: the cotangent of y, shaped and typed as y.
     """
@@ -95,7 +95,9 @@ class ConvRefs(NamedTuple):
     dpre: jax.Ref  # float32 [planes, tokens + halo, 128], the gradient before the activation
 
 
-def tables(s: sequences.ConvSequences, B: int, with_states: bool, static: ConvStatic) -> tuple[jax.Array | None, ...]:
+def tables(
+    s: row_sequences.RowSequences, B: int, with_states: bool, static: ConvStatic
+) -> tuple[jax.Array | None, ...]:
     """Return `ConvOperands.blocks`, `.sequences` and `.reach`."""
     size, count, most = static.config.tokens, static.blocks, static.W - 1
     ragged = static.T % size > 0

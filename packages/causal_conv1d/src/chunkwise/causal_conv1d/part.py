@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from chunkwise.causal_conv1d import config as tiles
-from chunkwise.causal_conv1d import context, kernel, sequences, slot_kernel, vjp, xla
+from chunkwise.causal_conv1d import context, edges, kernel, slot_kernel, vjp, xla
 from chunkwise.shared import compat
 from chunkwise.shared.call import arguments, checks, configs, faults
 from chunkwise.shared.kernels import chunking, derivatives
+from chunkwise.shared.kernels.spans import row_sequences
 from chunkwise.shared.layer_part import LayerPart, PartOptions, Results
 from chunkwise.shared.mesh import devices, partition
 from chunkwise.shared.mesh.partition import Arrays
@@ -116,20 +117,20 @@ def _convolve(arrays: Arrays, options: PartOptions) -> Results:
     (B, T, D), W, final = x.shape, weight.shape[1], options.final
     # Here once; otherwise JAX does it at every use, and sums each part of a gradient over the devices separately.
     x, weight, bias, states = compat.vary_alike(x, weight, bias, states)
-    s = sequences.find(B, T, cu_seqlens, segment_ids)
+    s = row_sequences.find(B, T, cu_seqlens, segment_ids)
     rows = weight.astype(jnp.float32).T  # [W, D]
     shift = jnp.zeros((1, D), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
-    before = None if states is None else sequences.state_rows(rows, states)  # [N, W - 1, D]
+    before = None if states is None else edges.state_rows(rows, states)  # [N, W - 1, D]
     if options.implementation == "xla":
         y = xla.convolve(x, rows, shift, before, s, options.activation)
     else:
         static = kernel.ConvStatic(T, W, options.activation, options.config or tiles.default_for(T, D))
         operands = derivatives.of_kernel("causal_conv1d", _operands(x, rows, shift, before, s, static))
         y = vjp.convolve(operands, static)
-    return y, None if final is None else sequences.final_states(x, states, W, s, final)
+    return y, None if final is None else edges.final_states(x, states, W, s, final)
 
 
-def _operands(x, weight, bias, before, s: sequences.ConvSequences, static: kernel.ConvStatic) -> kernel.ConvOperands:
+def _operands(x, weight, bias, before, s: row_sequences.RowSequences, static: kernel.ConvStatic) -> kernel.ConvOperands:
     blocks, sequences, reach = kernel.tables(s, x.shape[0], before is not None, static)
     rows = None if before is None else before.reshape(-1, 1, x.shape[2])
     return kernel.ConvOperands(*compat.vary_alike(blocks, sequences, x, reach, weight, bias, rows))
@@ -209,8 +210,8 @@ def _update(arrays: Arrays, options: PartOptions) -> Results:
         cu_seqlens = chunking.rising(cu_seqlens, x.shape[1])
     before = slot_rows.read_states(pool, slots)
     y, _ = _convolve(_after(arrays, before, cu_seqlens), options)
-    s = sequences.find(*x.shape[:2], cu_seqlens, None)
-    states = sequences.final_states(x, before, arrays["weight"].shape[1], s, pool.dtype)
+    s = row_sequences.find(*x.shape[:2], cu_seqlens, None)
+    states = edges.final_states(x, before, arrays["weight"].shape[1], s, pool.dtype)
     return y, slot_rows.write_states(pool, slots, states)
 
 
@@ -235,10 +236,10 @@ def _step(arrays: Arrays, options: PartOptions) -> Results:
     # A sequence is either a decode or a prefill; in the table of the other kind it has no tokens and reads no slot.
     before = rows.read(pool, jnp.maximum(decodes.source, prefills.source))
     y, _ = _convolve(_after(arrays, before, step.boundaries), options)
-    s = sequences.find(*x.shape[:2], step.boundaries, None)
+    s = row_sequences.find(*x.shape[:2], step.boundaries, None)
 
     def write(pool, slot, end):
-        return rows.write(pool, slot, sequences.final_states(x, before, W, s._replace(end=end), pool.dtype))
+        return rows.write(pool, slot, edges.final_states(x, before, W, s._replace(end=end), pool.dtype))
 
     after_tokens = lambda count: s.start + jnp.int32(count)
     end = jnp.where(prefills.start < prefills.end, s.end, after_tokens(1))

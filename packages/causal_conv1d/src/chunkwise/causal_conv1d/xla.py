@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from chunkwise.causal_conv1d import sequences
 from chunkwise.shared.kernels import activations
+from chunkwise.shared.kernels.spans import row_sequences
 
 
-def convolve(x, weight, bias, rows, s: sequences.ConvSequences, activation: str | None) -> jax.Array:
+def convolve(x, weight, bias, rows, s: row_sequences.RowSequences, activation: str | None) -> jax.Array:
     """Return y [B, T, D] in the type of x.
 
     Args:
       x: [B, T, D].
       weight, bias: float32 [W, D] and [1, D].
-      rows: `sequences.state_rows` [N, W - 1, D], or None.
+      rows: `edges.state_rows` [N, W - 1, D], or None.
       s: the sequences.
       activation: one of `activations.ACTIVATIONS`.
     """

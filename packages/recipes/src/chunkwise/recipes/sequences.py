@@ -9,6 +9,7 @@ from jax import lax
 
 from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking
+from chunkwise.shared.kernels.spans import row_sequences
 
 
 class Neighbours(NamedTuple):
@@ -83,18 +84,9 @@ def find(sizes: Mapping[str, int], named: Mapping[str, Any]) -> Neighbours:
     checks.check_cu_seqlens(cu_seqlens, B, T)
     checks.check_segment_ids(segment_ids, B, T, cu_seqlens)
     if cu_seqlens is not None:
-        ends = chunking.rising(jnp.asarray(cu_seqlens, jnp.int32), T)
-        ids = chunking.token_owners(T, ends)[None]
-        ids = jnp.where(ids < ends.shape[0] - 1, ids, jnp.int32(-1))
-        rows, starts, stops = jnp.zeros_like(ends[1:]), ends[:-1], ends[1:]
-    else:
-        ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
-        rows = jnp.arange(B, dtype=jnp.int32)
-        padding = lambda y: jnp.sum(jnp.cumsum(y >= 0, axis=1, dtype=jnp.int32) == 0, axis=1, dtype=jnp.int32)
-        starts, stops = padding(ids), T - padding(ids[:, ::-1])
-    valid = ids >= 0
-    other = lambda y: jnp.concatenate([jnp.ones_like(valid[:, :1]), y], axis=1)
-    changes = ids[:, 1:] != ids[:, :-1]
-    first, last = valid & other(changes), valid & other(changes[:, ::-1])[:, ::-1]
-    packed = cu_seqlens is not None or segment_ids is not None
-    return Neighbours(first, last, valid if packed else None, rows, starts, stops)
+        cu_seqlens = chunking.rising(jnp.asarray(cu_seqlens, jnp.int32), T)
+    s = row_sequences.find(B, T, cu_seqlens, None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32))
+    token = jnp.arange(T, dtype=jnp.int32)[None]
+    age, left = (token, token[:, ::-1]) if s.age is None or s.left is None else (s.age, s.left)
+    starts = jnp.where(s.length > 0, s.start, T)
+    return Neighbours(age == 0, left == 0, None if s.age is None else age >= 0, s.row, starts, s.end)

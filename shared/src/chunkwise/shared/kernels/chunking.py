@@ -163,9 +163,7 @@ class Chunking:
 
     def split(self, x: jax.Array) -> jax.Array:
         """Return tokens [B, T, H, ...] as chunks [NC, H, C, ...], padded with zeros."""
-        if self.packed:
-            return self._as_chunks(x[0].at[self._token].get(mode="fill", fill_value=0))
-        return self._as_chunks(pad_tokens(x, self.NC // self.B * self.C))
+        return self._as_chunks(self.spread(x))
 
     def split_rows(self, x: jax.Array) -> jax.Array:
         """Return a value per token [B, T, H] as rows [NC, H, 1, C] of float32, padded with zeros."""
@@ -179,7 +177,7 @@ class Chunking:
         """
         g_cum = g_cum.astype(jnp.float32)
         if self.packed:
-            return self._as_chunks(g_cum[0].at[self._token_or_last].get(mode="fill", fill_value=0))
+            return self._as_chunks(g_cum[0].at[self._token_or_last].get(mode="fill", fill_value=0)[None])
         missing = self.NC // self.B * self.C - self.T
         return self._as_chunks(jnp.pad(g_cum, [(0, 0), (0, missing)] + [(0, 0)] * (g_cum.ndim - 2), mode="edge"))
 
@@ -200,16 +198,12 @@ class Chunking:
         return tiles.clip_gate(g_gamma)[None, :, None, None] * count[:, None, None, :].astype(jnp.float32)
 
     def _as_chunks(self, rows: jax.Array) -> jax.Array:
-        tail = rows.shape[1 if self.packed else 2 :]
-        return jnp.moveaxis(rows.reshape(self.NC, self.C, *tail), 1, 2)
+        return jnp.moveaxis(rows.reshape(self.NC, self.C, *rows.shape[2:]), 1, 2)
 
     def merge(self, x: jax.Array) -> jax.Array:
         """Return chunks [NC, H, C, ...] as tokens [B, T, H, ...]; the inverse of `split`."""
         rows = jnp.moveaxis(x, 2, 1)
-        if self.packed:
-            rows = rows.reshape(self.NC * self.C, *rows.shape[2:])
-            return rows.at[self._row].get(mode="fill", fill_value=0)[None]
-        return rows.reshape(self.B, -1, *rows.shape[2:])[:, : self.T]
+        return self.gather(rows.reshape(self.B, self.NC // self.B * self.C, *rows.shape[2:]))
 
     def spread(self, x: jax.Array) -> jax.Array:
         """Return tokens [B, T, ...] as rows of chunks [B, NC // B * C, ...], every sequence padded with zeros."""

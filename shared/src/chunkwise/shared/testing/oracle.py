@@ -120,7 +120,7 @@ _PER_TOKEN = ("q", "k", "v", "g", "beta", "p", "b", "w")
 def reference(
     q, k, v, g=None, beta=None, *, g_gamma=None, scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
     use_qk_l2norm_in_kernel=False, do=None, dht=None, p=None, b=None, w=None, erase_before_decay=None,
-):  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """Run an operator in float64 and, given cotangents, its gradients.
 
     The rank of g selects a gate per head [B, T, HV] or per channel [B, T, HV, K]; beta or b selects the delta rule.

@@ -1,4 +1,4 @@
-"""Where sequences begin and end in a batch: in rows, in a packed batch, or in rows of segments."""
+"""Where sequences begin and end in the rows of a batch: in rows, in a packed batch, or in rows of segments."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from chunkwise.shared.kernels.spans import segment_tables
 
 
-class ConvSequences(NamedTuple):
+class RowSequences(NamedTuple):
     """The sequences of a batch. All are int32 arrays.
 
     Attributes:
@@ -48,15 +48,15 @@ def _by_boundaries(T: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array,
     return hidden(token - first), hidden(past - jnp.int32(1) - token)
 
 
-def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None) -> ConvSequences:
+def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | None) -> RowSequences:
     """Return the sequences of a batch of B rows of T tokens."""
     rows, zeros, whole = jnp.arange(B, dtype=jnp.int32), jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     if cu_seqlens is not None:
         start, end = cu_seqlens[:-1], cu_seqlens[1:]
         age, left = _by_boundaries(T, start, end)
-        return ConvSequences(age, left, jnp.zeros(start.shape, jnp.int32), start, end - start, start, end)
+        return RowSequences(age, left, jnp.zeros(start.shape, jnp.int32), start, end - start, start, end)
     if segment_ids is None:
-        return ConvSequences(None, None, rows, zeros, whole, zeros, whole)
+        return RowSequences(None, None, rows, zeros, whole, zeros, whole)
     age, left = _by_ids(segment_ids)
     valid = segment_ids >= 0
     first = jnp.argmax(valid, axis=1).astype(jnp.int32)
@@ -66,43 +66,4 @@ def find(B: int, T: int, cu_seqlens: jax.Array | None, segment_ids: jax.Array | 
     length = jnp.where(any_valid, at(left, first) + 1, 0)
     # A row of padding counts as a sequence without tokens, which leaves its state as it is.
     last_start = jnp.where(any_valid, last - at(age, last), first)
-    return ConvSequences(age, left, rows, first, length, last_start, jnp.where(any_valid, last + 1, first))
-
-
-def state_rows(weight: jax.Array, states: jax.Array) -> jax.Array:
-    """Return the terms that initial states add to the first W - 1 tokens of their sequences.
-
-    Args:
-      weight: float32 [W, D], the oldest token first.
-      states: [N, W - 1, D], the tokens before each sequence.
-
-    Returns:
-      float32 [N, W - 1, D]: row a is for the token of age a, which reads only the rows of the state from a on.
-    """
-    states = states.astype(jnp.float32)
-    S = states.shape[1]
-    reach = lambda a: sum(weight[i - a : i - a + 1] * states[:, i] for i in range(a, S))
-    return jnp.stack([reach(a) for a in range(S)], axis=1)
-
-
-def final_states(x: jax.Array, states: jax.Array | None, W: int, s: ConvSequences, dtype) -> jax.Array:
-    """Return the last W - 1 inputs of every sequence [N, W - 1, D]; short ones begin with their state.
-
-    Args:
-      x: [B, T, D].
-      states: the initial states [N, W - 1, D], or None for zeros.
-      W: width.
-      s: the sequences.
-      dtype: the type of the result.
-    """
-    index = s.end[:, None] - jnp.int32(W - 1) + jnp.arange(W - 1, dtype=jnp.int32)[None]  # [N, W - 1]
-    rows = x.at[s.row[:, None], jnp.maximum(index, 0)].get(mode="clip").astype(dtype)
-    before = jnp.zeros((), dtype)
-    if states is not None:
-        # A last sequence that is not the first one of its row does not start from the initial state.
-        opening, tokens = s.start == s.last_start, s.end - s.last_start
-        # The state moves up by as many rows as there are tokens.
-        for count in range(W - 1):
-            moved = jnp.pad(states[:, count:], ((0, 0), (0, count), (0, 0))).astype(dtype)
-            before = jnp.where((opening & (tokens == count))[:, None, None], moved, before)
-    return jnp.where((index >= s.last_start[:, None])[:, :, None], rows, before)
+    return RowSequences(age, left, rows, first, length, last_start, jnp.where(any_valid, last + 1, first))
