@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from chunkwise import layers
 from chunkwise.command.models import MODELS, Layer
 from chunkwise.pipeline.operators import COMPOSITIONS
-from chunkwise.shared.testing.inputs import NOT_TOKENS
 
 CASES = MODELS | {
     **{
@@ -34,12 +33,6 @@ class Composed(Layer):
         x = self.table.composition
         operator, tokens = (self.operator, 1) if x is None else (x.runs, x.tokens)
         return Layer(operator, self.H, self.HV, self.K, self.V, T * tokens)
-
-    def specs(self, T: int, dtype) -> dict:
-        """Return the shapes and types of the inputs without data; they have several entries for a token, or one."""
-        few = self.table.source.inputs(1, 2, self.H, self.HV, self.K, self.V, dtype=dtype)
-        of = lambda name, y: y.shape if name in NOT_TOKENS else (1, y.shape[1] * T // 2, *y.shape[2:])
-        return {name: jax.ShapeDtypeStruct(of(name, y), y.dtype) for name, y in few.items()}
 
 
 # 32 heads, as the operators that run, and the heads of RWKV-7's largest model and of xLSTM-7B.

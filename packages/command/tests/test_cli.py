@@ -21,10 +21,16 @@ def raising(*args, **kwargs):
     raise NotImplementedError("no [such] kernel")
 
 
+def renamed(name, function=CUMSUM.function):
+    """Return a stage like CUMSUM, of this name and with this function."""
+    other = functools.update_wrapper(lambda *x, **y: function(*x, **y), CUMSUM.function)
+    other.__name__ = name
+    return dataclasses.replace(CUMSUM, function=other)
+
+
 def times(factor):
     """Return a stage like CUMSUM, whose results are wrong by a factor."""
-    scaled = lambda *x, **y: factor * CUMSUM.function(*x, **y)
-    return dataclasses.replace(CUMSUM, name="wrong", function=functools.update_wrapper(scaled, CUMSUM.function))
+    return renamed("wrong", lambda *x, **y: factor * CUMSUM.function(*x, **y))
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_check_compares_where_there_is_a_derivative():
 
 def test_check_says_what_it_does_while_it_does_it(kernels, capsys, monkeypatch):
     """Every line is printed before the next check is compiled, what it does on the error stream."""
-    kernels(stages=(CUMSUM, dataclasses.replace(CUMSUM, name="second")))
+    kernels(stages=(CUMSUM, renamed("second")))
     monkeypatch.setattr(cli, "BATCH", 4)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     started, seen = check.Check.start, []
@@ -132,7 +138,7 @@ def test_the_reference_needs_no_backend(kernels, monkeypatch):
 
 
 def test_check_fails_where_a_kernel_is_wrong_or_raises(kernels, capsys):
-    kernels(stages=(times(1.01), dataclasses.replace(CUMSUM, name="raising", function=raising)))
+    kernels(stages=(times(1.01), renamed("raising", raising)))
     assert cli.main(["check"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == printed.count("RAISED") == 4

@@ -96,7 +96,7 @@ def test_what_fails_is_a_row(tmp_path, monkeypatch, capsys):
     assert decode["message"] == "NotImplementedError: no [such] step"
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == 2
-    assert "tiny, decode, NotImplementedError: no [such] step" in printed
+    assert "tiny, decode: NotImplementedError: no [such] step" in printed
 
 
 def test_samples_of_nothing(tmp_path):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from chunkwise.command import tables
 from chunkwise.pipeline import operators, stages
 from chunkwise.shared.testing import cases, compare, inputs
 
@@ -70,8 +71,7 @@ class Program(NamedTuple):
                 jax.block_until_ready(compiled(*self.args))
                 seconds.append(time.perf_counter() - start)
         except Exception as problem:  # after any exception the other kernels are still to be checked
-            text = str(problem).strip().splitlines()
-            return Row(*self.label, message=f"{type(problem).__name__}: {text[0] if text else ''}")
+            return Row(*self.label, message=tables.first_line(problem))
         results, exact = (compare.by_part(x) for x in (results, self.expected()))
         errors = {name: compare.error(results[name], want) for name, want in exact.items()}
         # The result with the largest ratio of error to tolerance.

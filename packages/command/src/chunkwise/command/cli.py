@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.markup import escape
 
 from chunkwise.command import check, demo, info, models, report, tables
 
@@ -111,7 +110,7 @@ def check_all(kernel: str, interpret: bool, quick: bool, lines: Console) -> list
 
 def measure_all(checks: list[check.Check], lines: Console) -> Iterator[check.Row]:
     """Yield the rows of checks, and print a line for each as it is ready."""
-    lines.print(LINE.format(*HEADINGS), style="bold")
+    lines.print(f"{LINE.format(*HEADINGS)}  verdict", style="bold")
     with tables.make_progress(lines) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         task = progress.add_task("", total=len(checks))
         try:
@@ -180,17 +179,16 @@ def as_json(row: check.Row) -> dict:
 
 
 # One line of the table; every name fits the widths.
-LINE = "{:30} {:8} {:9} {:17} {:12} {:>8} {:>7} {:>10}  {}"
-HEADINGS = ("kernel", "how", "type", "case", "result", "error", "limit", "time, ms", "verdict")
+LINE = "{:30} {:8} {:9} {:17} {:12} {:>8} {:>7} {:>10}"
+HEADINGS = ("kernel", "how", "type", "case", "result", "error", "limit", "time, ms")
 
 
 def as_lines(row: check.Row) -> list[str]:
     """Return a row as a line of the table, and a second line if there was an exception."""
-    verdict = "[green]pass[/]" if row.passed else f"[bold red]{'RAISED' if row.message else 'FAIL'}[/]"
     numbers = ("",) * 3 if row.message else (f"{row.error:.1e}", f"{row.tolerance:.0e}", f"{1e3 * row.seconds:.2f}")
-    line = LINE.format(row.kernel, row.implementation, row.dtype, row.case, row.worst, *numbers, verdict)
+    cells = LINE.format(row.kernel, row.implementation, row.dtype, row.case, row.worst, *numbers)
     name = f"{row.kernel}, {row.implementation}, {row.dtype}, {row.case}"
-    return [line, *([f"[red]{escape(f'{name}: {row.message}')}[/]"] if row.message else [])]
+    return tables.as_lines(cells, row.passed, name, row.message)
 
 
 def run_info(options: argparse.Namespace, console: Console) -> int:

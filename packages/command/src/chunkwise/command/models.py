@@ -82,16 +82,9 @@ class Layer:
         return x
 
     def specs(self, T: int, dtype) -> dict:
-        """Return the shapes and types of the inputs without data."""
-        gate = (self.HV, self.K) if self.table.per_channel else (self.HV,)
-        shapes = {"q": (self.H, self.K), "k": (self.H, self.K), "v": (self.HV, self.V), "g": gate}
-        more = {None: {"beta": (self.HV,)}, "key": {"beta": (self.HV,), "p": (self.H, self.K)}}
-        more |= {"gate": {"b": (self.HV, self.K), "w": (self.HV, self.V)}}
-        shapes |= more[self.table.erase] if self.table.delta else {}
-        return {
-            name: jax.ShapeDtypeStruct((1, T, *tail), jnp.float32 if name == "g" else dtype)
-            for name, tail in shapes.items()
-        }
+        """Return the shapes and types of the inputs, which have some entries for every token, or are weights."""
+        shape = lambda name, x: x.shape if name in NOT_TOKENS else (1, T * x.shape[1], *x.shape[2:])
+        return {name: jax.ShapeDtypeStruct(shape(name, x), x.dtype) for name, x in self.inputs(1, dtype).items()}
 
     def part(self, x: dict, tokens: slice) -> dict:
         """Return some tokens of the last key head with its value heads, of inputs, results or gradients by name.

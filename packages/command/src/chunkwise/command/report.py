@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from chunkwise.command import device, info, models, tables, times
 from chunkwise.shared import chips
@@ -180,9 +179,7 @@ def measure(job: Job, samples: int, chip: str | None) -> dict:
         row |= _time(call, samples)
         row["device_ms"] = device.device_ms(call) if chip else None
     except Exception as problem:  # after any exception the other rows are still to be measured
-        row["passed"] = False
-        text = str(problem).strip().splitlines()
-        row["message"] = f"{type(problem).__name__}: {text[0] if text else ''}"
+        row |= {"passed": False, "message": tables.first_line(problem)}
     return row
 
 
@@ -275,7 +272,7 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
 
     write()
     console.print(f"\n{len(planned)} times, each with its compilation:")
-    console.print(LINE.format(*HEADINGS), style="bold")
+    console.print(f"{LINE.format(*HEADINGS)}  verdict", style="bold")
     try:
         with tables.make_progress(console) as progress:
             task = progress.add_task("", total=len(planned))
@@ -300,24 +297,21 @@ def run(checked: list[dict], names: list[str], small: bool, samples: int, output
 
 
 # One line of the table; every name fits the widths.
-LINE = "{:18} {:16} {:7} {:>6} {:>9} {:>18} {:>10} {:>12} {:>10} {:>8}  {}"
+LINE = "{:18} {:16} {:7} {:>6} {:>9} {:>18} {:>10} {:>12} {:>10} {:>8}"
 HEADINGS = (
     "model", "pass", "how", "tokens", "time, ms", "quartiles, ms", "device, ms", "estimate, ms", "compile, s", "error",
-    "verdict",
 )  # fmt: skip
 
 
 def as_lines(row: dict) -> list[str]:
     """Return a row as a line of the table, and a second line if there was an exception."""
-    verdict = "[green]pass[/]" if row["passed"] else f"[bold red]{'RAISED' if row['message'] else 'FAIL'}[/]"
     low, high = row["quartiles_ms"] or (None, None)
-    line = LINE.format(
+    cells = LINE.format(
         row["case"], row["pass"], row["implementation"], f"{row['tokens']:,}", _number(row["median_ms"]),
         f"{_number(low)} to {_number(high)}", _number(row["device_ms"]), _number(row["estimate_ms"]),
-        _number(row["compile_s"]), _number(row["error"], ".1e"), verdict,
+        _number(row["compile_s"]), _number(row["error"], ".1e"),
     )  # fmt: skip
-    name = ", ".join((row["case"], row["pass"], row["message"]))
-    return [line, *([f"[red]{escape(name)}[/]"] if row["message"] else [])]
+    return tables.as_lines(cells, row["passed"], f"{row['case']}, {row['pass']}", row["message"])
 
 
 def _number(value: float | None, form: str = ".3g") -> str:

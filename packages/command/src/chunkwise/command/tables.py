@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -41,6 +42,18 @@ def announce(text: str, progress: Progress, task: TaskID) -> None:
     progress.update(task, description=text)
     if progress.disable and not _one_file():
         print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def first_line(problem: Exception) -> str:
+    """Return the type of an exception and the first line of its text."""
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0] if lines else ''}"
+
+
+def as_lines(cells: str, passed: bool, name: str, message: str) -> list[str]:
+    """Return the cells of a row with its verdict, and a second line with the name if there was an exception."""
+    verdict = "[green]pass[/]" if passed else f"[bold red]{'RAISED' if message else 'FAIL'}[/]"
+    return [f"{cells}  {verdict}", *([f"[red]{escape(f'{name}: {message}')}[/]"] if message else [])]
 
 
 def took(elapsed: float, processor: float) -> str:

@@ -374,9 +374,5 @@ def _lengths(k: jax.Array, rate: jax.Array, where: Where) -> faults.Fault:
     channels = rate.ndim == 4
     y = jnp.sum(to_values(product) * rate, axis=3) if channels else rate * jnp.abs(to_values(jnp.sum(product, axis=3)))
     most = 2 * (1 + _rounding(k))
-    rule = (
-        "`k` must have |k . p| of at most 2, or states grow"
-        if channels
-        else "`k` must have |k|^2 beta of at most 2, or states grow"
-    )
+    rule = f"`k` must have {'|k . p|' if channels else '|k|^2 beta'} of at most 2, or states grow"
     return faults.fault(where(y > most), y, rule, "; `use_qk_l2norm_in_kernel` makes keys of unit length")

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +30,33 @@ class Stage:
     """A stage of the chain, or a part of a layer: a function of arrays, and its definition.
 
     Attributes:
-      name: its name in its package.
       function: runs it, from the arrays by name, and from `chunk_size` and `cu_seqlens` if it takes them.
       definition: computes it in float64, from arguments of the same names.
       reads: the names of the arrays, as `inputs` gives them.
       results: the names of its results, as `definition` returns them.
+      static: static arguments of the function.
       implementations: its implementations; the last one is chosen on a TPU.
       inputs: from a `chunkwise.shared.testing.Case` to the arrays by name.
       rounds: whether the results are in the type of the inputs; otherwise they are float32.
     """
 
-    name: str
     function: Callable
     definition: Callable
     reads: tuple[str, ...]
     results: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...] = ()
     implementations: tuple[str, ...] = ("xla", "pallas")
     inputs: Callable[[cases.Case], dict] = cases.Case.arguments
     rounds: bool = False
 
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.function.__name__
+
     def run(self, x: Mapping[str, jax.Array], chunk_size: int, cu_seqlens=None, **options) -> dict[str, jax.Array]:
         """Return the results by name, given at least the arrays that the stage reads."""
-        return self._named(self.function, x, options, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+        return self._named(self.function, x, dict(self.static) | options, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
 
     def define(self, x: Mapping, chunk_size: int, cu_seqlens=None) -> dict[str, np.ndarray]:
         """Return the same in float64, by the definition."""
@@ -75,35 +81,20 @@ def _with_new_values(case: cases.Case) -> dict[str, jax.Array]:
     return x | {"v": x["v_new"]}
 
 
+_FINAL = (("output_final_state", True),)
+
 STAGES = (
-    Stage("chunk_local_cumsum", chunk_local_cumsum, exact.cumsum, ("g",), ("g_cum",)),
-    Stage("chunk_scaled_dot_kkt", chunk_scaled_dot_kkt, exact.kkt, ("k", "beta", "g_cum"), ("A",)),
-    Stage("solve_tril", solve_tril, exact.inverse, ("A",), ("A_inv",)),
-    Stage("recompute_w_u", recompute_w_u, exact.w_u, ("k", "v", "beta", "A_inv", "g_cum"), ("w", "u")),
+    Stage(chunk_local_cumsum, exact.cumsum, ("g",), ("g_cum",)),
+    Stage(chunk_scaled_dot_kkt, exact.kkt, ("k", "beta", "g_cum"), ("A",)),
+    Stage(solve_tril, exact.inverse, ("A",), ("A_inv",)),
+    Stage(recompute_w_u, exact.w_u, ("k", "v", "beta", "A_inv", "g_cum"), ("w", "u")),
     Stage(
-        "chunk_gated_delta_rule_fwd_h",
-        functools.partial(chunk_gated_delta_rule_fwd_h, output_final_state=True),
-        exact.states,
-        ("k", "w", "u", "g_cum", "initial_state"),
-        ("h", "v_new", "final_state"),
+        chunk_gated_delta_rule_fwd_h, exact.states, ("k", "w", "u", "g_cum", "initial_state"),
+        ("h", "v_new", "final_state"), _FINAL,
     ),
-    Stage(
-        "chunk_fwd_h",
-        functools.partial(chunk_fwd_h, output_final_state=True),
-        _states_of_values,
-        ("k", "v", "g_cum", "initial_state"),
-        ("h", "final_state"),
-    ),
-    Stage(
-        "chunk_fwd_o",
-        chunk_fwd_o,
-        exact.output,
-        ("q", "k", "v", "h", "g_cum"),
-        ("o",),
-        inputs=_with_new_values,
-        rounds=True,
-    ),
-)
+    Stage(chunk_fwd_h, _states_of_values, ("k", "v", "g_cum", "initial_state"), ("h", "final_state"), _FINAL),
+    Stage(chunk_fwd_o, exact.output, ("q", "k", "v", "h", "g_cum"), ("o",), inputs=_with_new_values, rounds=True),
+)  # fmt: skip
 
 _WIDTH = 4
 
@@ -126,21 +117,11 @@ def _norm_inputs(case: cases.Case) -> dict:
 # The parts of a layer around its operator.
 PARTS = (
     Stage(
-        "causal_conv1d",
-        functools.partial(causal_conv1d, output_final_state=True, activation="silu"),
-        functools.partial(conv_norm_oracle.causal_conv1d, name="silu"),
-        ("x", "weight", "bias", "initial_state"),
-        ("y", "final_state"),
-        inputs=_convolution_inputs,
-        rounds=True,
+        causal_conv1d, functools.partial(conv_norm_oracle.causal_conv1d, name="silu"),
+        ("x", "weight", "bias", "initial_state"), ("y", "final_state"), (*_FINAL, ("activation", "silu")),
+        inputs=_convolution_inputs, rounds=True,
     ),
     Stage(
-        "rms_norm_gated",
-        rms_norm_gated,
-        conv_norm_oracle.rms_norm_gated,
-        ("x", "z", "weight"),
-        ("y",),
-        inputs=_norm_inputs,
-        rounds=True,
+        rms_norm_gated, conv_norm_oracle.rms_norm_gated, ("x", "z", "weight"), ("y",), inputs=_norm_inputs, rounds=True
     ),
-)
+)  # fmt: skip
