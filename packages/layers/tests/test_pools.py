@@ -218,8 +218,8 @@ def test_wrong_moves():
         ("`cache` must be a Cache; got ArrayImpl.", write, pool, slots, cache.state),
         ("`cache.state` must be an array [n, HV, K, V]; got StatePool.", write, pool, slots, pool),
         ("`cache.state` must have shape [n, HV, K, V] = (1, 2, 8, 8)", write, pool, slots[:1], cache),
-        ("`cache.conv` must have 3 arrays, as `pool.conv` has; got 0.", write, pool, slots, cache._replace(conv=())),
-        ("`cache.conv[0]` must have shape [n, W-1, C] = (2, 3, 8)", write, pool, slots, with_conv(cache, (2, 3, 9))),
+        ("`cache.conv` must have 3 arrays; got 0.", write, pool, slots, cache._replace(conv=())),
+        ("`cache.conv[0]` must have shape [N, W-1, C] = (2, 3, 8)", write, pool, slots, with_conv(cache, (2, 3, 9))),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call(*arguments)

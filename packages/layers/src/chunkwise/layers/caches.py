@@ -1,5 +1,6 @@
 """What a layer remembers of sequences: caches of their tokens so far, and pools of caches for serving."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -168,10 +169,7 @@ def write_cache(pool: Cache, slots: jax.Array, cache: Cache) -> Cache:
     slots = checks.check_array_of_slots("slots", slots)
     check_is_cache("cache", cache)
     checks.check_array("cache.state", cache.state, "n HV K V", (slots.shape[0], *state.shape[1:]))
-    wanted, have = len(pool.conv), len(cache.conv)
-    checks.check(wanted == have, f"`cache.conv` must have {wanted} arrays, as `pool.conv` has; got {have}.")
-    for i, (x, rows) in enumerate(zip(pool.conv, cache.conv, strict=True)):
-        checks.check_array(f"cache.conv[{i}]", rows, "n W-1 C", (slots.shape[0], *x.shape[1:]))
+    check_conv("cache.conv", cache.conv, [(slots.shape[0], *x.shape[1:]) for x in pool.conv])
     written = state_pool.write_states(state, slots, cache.state)
     places = arguments.Slots(conv_slots(pool, slots, jnp.int32(0)))
     conv = tuple(
@@ -185,6 +183,14 @@ def check_is_cache(name: str, cache) -> Cache:
     whole = hasattr(cache, "conv") and hasattr(cache, "state")
     checks.check(whole, f"`{name}` must be a Cache; got {type(cache).__name__}.")
     return cache
+
+
+def check_conv(name: str, conv: Sequence[jax.Array], shapes: Sequence[tuple[int | None, ...]]) -> None:
+    """Check the number and the shapes of the inputs of convolutions."""
+    wanted, have = len(shapes), len(conv)
+    checks.check(wanted == have, f"`{name}` must have {wanted} arrays; got {have}.")
+    for i, (x, shape) in enumerate(zip(conv, shapes, strict=True)):
+        checks.check_array(f"{name}[{i}]", x, "N W-1 C", shape)
 
 
 def _check_pool(pool: Cache) -> tuple[Cache, state_pool.StatePool]:

@@ -69,13 +69,6 @@ def recompute_w_u(
 def _run(k, v, beta, A_inv, g_cum, cu_seqlens, implementation, config):
     chunks = chunking.Chunking(*A_inv.shape[:2], A_inv.shape[3], cu_seqlens)
     g, A_inv = chunks.split_gates(g_cum, v.shape[2]), chunks.split(A_inv.astype(jnp.float32))
-    w, u = kernel.W_U.run(
-        implementation,
-        config.heads,
-        k=chunks.split(k),
-        v=chunks.split(v),
-        A_inv=A_inv,
-        beta=chunks.split_rows(beta),
-        g=g,
-    )
+    arrays = dict(k=chunks.split(k), v=chunks.split(v), A_inv=A_inv, beta=chunks.split_rows(beta), g=g)
+    w, u = kernel.W_U.run(implementation, config.heads, **arrays)
     return chunks.merge(w), chunks.merge(u)

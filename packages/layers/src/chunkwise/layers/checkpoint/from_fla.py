@@ -59,8 +59,7 @@ def _expanded(s: settings.Settings, name: str, channels: int, heads: int = 1) ->
 
 def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
     """Return the config of Gated DeltaProduct."""
-    s.require("use_short_conv", True)
-    s.require("conv_bias", False)
+    s.require_each(use_short_conv=True, conv_bias=False)
     H, K = s.whole("num_heads"), s.whole("head_dim")
     return config.GatedDeltaProductConfig(
         s.whole("hidden_size"), H, H, K, _expanded(s, "expand_v", K), s.whole("conv_size"), s.number("norm_eps"),
@@ -70,9 +69,7 @@ def gated_deltaproduct(s: settings.Settings) -> config.GatedDeltaProductConfig:
 
 def delta_net(s: settings.Settings) -> config.GatedDeltaProductConfig:
     """Return the config of DeltaNet: one step of the delta rule a token, and no decay."""
-    known = dict(use_short_conv=True, use_beta=True, use_output_norm=True, qk_norm="l2", qk_activation="silu")
-    for name, value in known.items():
-        s.require(name, value)
+    s.require_each(use_short_conv=True, use_beta=True, use_output_norm=True, qk_norm="l2", qk_activation="silu")
     D, H = s.whole("hidden_size"), s.whole("num_heads")
     return config.GatedDeltaProductConfig(
         D, H, H, _expanded(s, "expand_k", D, H), _expanded(s, "expand_v", D, H), s.whole("conv_size"),
@@ -92,8 +89,7 @@ def _grouped(s: settings.Settings) -> dict[str, Any]:
 
 def gated_deltanet(s: settings.Settings) -> config.GatedDeltaNetConfig:
     """Return the config of a gated DeltaNet."""
-    for name in ("use_short_conv", "use_gate"):
-        s.require(name, True)
+    s.require_each(use_short_conv=True, use_gate=True)
     gate = s.word("output_gate_activation")
     return config.GatedDeltaNetConfig(**_grouped(s), activation="silu" if gate == "swish" else gate)
 
@@ -110,9 +106,7 @@ def kda(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
 def comba(s: settings.Settings) -> config.CombaConfig:
     """Return the config of Comba."""
     # The block there reads none of these but the first two, and has the parts that the others name.
-    for name in ("use_short_conv", "use_output_correction", "use_inner_decay"):
-        s.require(name, True)
-    s.require("allow_neg_eigval", False)
+    s.require_each(use_short_conv=True, use_output_correction=True, use_inner_decay=True, allow_neg_eigval=False)
     s.ignore("correction_factor")
     sizes = _grouped(s)
     del sizes["allow_neg_eigval"]
@@ -121,8 +115,7 @@ def comba(s: settings.Settings) -> config.CombaConfig:
 
 def gdn2(s: settings.Settings) -> config.GatedDeltaNet2Config:
     """Return the config of Gated DeltaNet 2."""
-    s.require("use_short_conv", True)
-    s.require("conv_bias", False)
+    s.require_each(use_short_conv=True, conv_bias=False)
     return config.GatedDeltaNet2Config(**_grouped(s))
 
 
@@ -151,9 +144,7 @@ def mamba2(s: settings.Settings) -> config.Mamba2Config:
 
 def gla(s: settings.Settings) -> config.GatedLinearAttentionConfig:
     """Return the config of gated linear attention."""
-    known = dict(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
-    for name, value in known.items():
-        s.require(name, value)
+    s.require_each(use_short_conv=False, use_output_gate=True, elementwise_affine=True, use_gk=True, use_gv=False)
     s.ignore("conv_size")
     D, H = s.whole("hidden_size"), s.whole("num_heads")
     s.require("num_kv_heads", H)
@@ -175,7 +166,7 @@ def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfi
     D, heads = s.whole("hidden_size"), s.whole("num_heads")
     # Their number says the size of heads only where the size is null, and not missing. Else it is not read, and some
     # files have a wrong one.
-    by_number = heads is not None and "head_dim" in s.named and not s.has("head_dim")
+    by_number = heads is not None and s.is_null("head_dim")
     K = D // heads if by_number else s.whole("head_dim", "head_size")
     H = D // K if K else 0
     checks.check(H > 0 and H * K == D, f"`hf_config.hidden_size` must be a multiple of the heads' size {K}; got {D}.")
@@ -183,8 +174,7 @@ def rwkv7(s: settings.Settings, layer: int | None) -> config.Rwkv7AttentionConfi
     checks.check(values % H == 0, f"`hf_config.value_dim` must be a multiple of {H} heads; got {values}.")
 
     def rank(name: str, factor: float) -> int:
-        null = name in s.named and not s.has(name)
-        return max(32, round(factor * math.sqrt(D) / 32) * 32) if null else s.whole(name)
+        return max(32, round(factor * math.sqrt(D) / 32) * 32) if s.is_null(name) else s.whole(name)
 
     wide = K / 64
     return config.Rwkv7AttentionConfig(

@@ -89,8 +89,7 @@ def _is_ling_2(named: Mapping[str, Any]) -> bool:
 
 
 def _bailing_hybrid(s: settings.Settings) -> config.KimiDeltaAttentionConfig:
-    for name, value in dict(group_norm_size=1, linear_silu=True, linear_attention="kda", value_norm=False).items():
-        s.require(name, value)
+    s.require_each(group_norm_size=1, linear_silu=True, linear_attention="kda", value_norm=False)
     # The class of transformers replaces the size of heads by the size of rotary positions.
     heads, size = s.whole("num_attention_heads"), s.whole("head_dim")
     s.require("num_kv_heads_for_linear_attn", 0, heads)
@@ -173,13 +172,11 @@ def _zamba2(s: settings.Settings) -> config.Mamba2Config:
 def _falcon_h1(s: settings.Settings) -> config.Mamba2Config:
     s.ignore("mamba_d_ssm", "mamba_expand")
     # Only if this is null, and not missing, `mamba_expand` says how many channels there are.
-    expanded = "mamba_d_ssm" in s.named and not s.has("mamba_d_ssm")
-    channels = s.whole("mamba_d_ssm")
+    expanded, channels = s.is_null("mamba_d_ssm"), s.whole("mamba_d_ssm")
     if expanded:
         channels = int(s.number("mamba_expand") * s.whole("hidden_size"))
     # transformers asks whether this is true, so that null is False, and only a file without it has the default.
-    null = "mamba_norm_before_gate" in s.named and not s.has("mamba_norm_before_gate")
-    before = "before" if s.flag("mamba_norm_before_gate") and not null else "after"
+    before = "before" if s.flag("mamba_norm_before_gate") and not s.is_null("mamba_norm_before_gate") else "after"
     sizes = _mamba2(
         s, dict(out_bias="projectors_bias"), _head_size(s, channels), norm=before if s.flag("mamba_rms_norm") else None,
         in_multiplier=s.number("ssm_in_multiplier"), multipliers=s.factors("ssm_multipliers"),
@@ -215,9 +212,7 @@ def _heads(s: settings.Settings, *names: str) -> int:
 
 def _ling_2(s: settings.Settings, layer: int | None) -> config.LightningAttentionConfig:
     layer = layer_types.given(layer, "which its decay depends on")
-    for name in ("use_bias", "use_qkv_bias"):
-        s.require(name, False)
-    s.require("linear_rope", True)
+    s.require_each(use_bias=False, use_qkv_bias=False, linear_rope=True)
     D, heads, layers = s.whole("hidden_size"), _heads(s, "num_attention_heads"), s.whole("num_hidden_layers")
     size = s.whole("head_dim") or D // heads
     found, scale = rotary.frequencies(s, size)
@@ -259,7 +254,7 @@ def _xlstm(s: settings.Settings) -> config.MlstmLayerConfig:
         fits = n > 0 and n % heads == 0
         checks.check(fits, f"`hf_config.{name}_dim_factor` must make a multiple of {heads} channels; got {n}.")
     # Null is a value: there is no cap.
-    cap = s.number("gate_soft_cap") if s.has("gate_soft_cap") or "gate_soft_cap" not in s.named else None
+    cap = None if s.is_null("gate_soft_cap") else s.number("gate_soft_cap")
     return config.MlstmLayerConfig(
         D, heads, heads, q // heads, v // heads, eps=s.number("norm_eps"), gate_soft_cap=cap,
         divisor_eps=s.number("eps"),

@@ -79,12 +79,8 @@ def check_input(x, config, run: running.Run) -> None:
     wanted = run.num_states(B)
     fits = wanted in (None, have_states)
     checks.check(fits, f"`{name}` must be of {wanted} sequences, as `x` is; got one of {have_states}.")
-    wanted, have = len(config.channels), len(cache.conv)
-    checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
-    for i, (conv, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
-        checks.check_array(
-            f"{name}.conv[{i}]", conv, "N W-1 C", (None if pooled else have_states, config.W - 1, channels)
-        )
+    N = None if pooled else have_states
+    caches.check_conv(f"{name}.conv", cache.conv, [(N, config.W - 1, channels) for channels in config.channels])
     if isinstance(run, running.Serving) and pool.replay:
         caches.check_conv_slots(cache, run.decode_tokens or 1)
 

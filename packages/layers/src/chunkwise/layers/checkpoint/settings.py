@@ -111,6 +111,10 @@ class Settings:
         """Return whether there is a setting, and it is not null."""
         return self.named.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Return whether a setting is null, and not missing."""
+        return name in self.named and not self.has(name)
+
     def _value(self, kind: str, name: str) -> Any:
         value = _entries(self.named[name])
         valid, words = _KINDS[kind]
@@ -163,6 +167,11 @@ class Settings:
             value = _entries(self.named[name])
             same = any(type(value) is type(each) and value == each for each in values)
             checks.check(same, f"`hf_config.{name}` must be one of {values} for this layer; got {shown(value)}.")
+
+    def require_each(self, **values: object) -> None:
+        """Check the same for a value of every one of these settings."""
+        for name, value in values.items():
+            self.require(name, value)
 
     def ignore(self, *names: str) -> None:
         """Allow settings that this model's layer does not read, although other models' layers do."""

@@ -92,8 +92,5 @@ def _checked(name: str, cache: object, config: config.LayerConfig) -> caches.Cac
     """Return a cache, whose arrays must have the sizes of a config and as many sequences."""
     cache = caches.check_is_cache(name, cache)
     n = config.check_state(f"{name}.state", cache.state)
-    wanted, have = len(config.channels), len(cache.conv)
-    checks.check(wanted == have, f"`{name}.conv` must have {wanted} arrays; got {have}.")
-    for i, (x, channels) in enumerate(zip(cache.conv, config.channels, strict=True)):
-        checks.check_array(f"{name}.conv[{i}]", x, "n W-1 C", (n, config.W - 1, channels))
+    caches.check_conv(f"{name}.conv", cache.conv, [(n, config.W - 1, channels) for channels in config.channels])
     return caches.Cache(tuple(cache.conv), cache.state)
