@@ -112,6 +112,8 @@ class Whole(Composed):
 _DELTA, _MAMBA = "gated_delta_rule", "simple_gla"
 _RANKS = (("R_decay", 128), ("R_rate", 128), ("R_gate", 480))
 _FALCON = (("norm", None), ("in_multiplier", 0.7), ("multipliers", (0.35, 0.25, 0.1, 0.5, 0.3)))
+_LING = (("activation", None), ("qk_norm", True), ("groups", 4))
+_LING += (("frequencies", tuple(10_000.0 ** (-i / 32) for i in range(32))),)
 WHOLE = {
     "mixer-olmo-hybrid": Whole(
         _DELTA, H=30, HV=30, K=96, V=192, layer="delta_net", D=3840, options=(("allow_neg_eigval", True),)
@@ -119,6 +121,8 @@ WHOLE = {
     "mixer-nemotron-h": Whole(_MAMBA, H=8, HV=128, V=64, layer="mamba2"),
     "mixer-granite-4": Whole(_MAMBA, H=1, HV=128, V=64, layer="mamba2"),
     "mixer-falcon-h1": Whole(_MAMBA, H=2, HV=32, K=256, layer="mamba2", D=5120, options=_FALCON),
+    "mixer-ling-2.5": Whole(_MAMBA, H=32, HV=32, layer="lightning", D=3072, options=_LING),
+    "mixer-delta-product": Whole("gated_delta_product", H=16, HV=16, layer="delta_product", D=2048),
     "mixer-rwkv7": Whole("dplr_delta_rule", H=64, HV=64, K=64, V=64, layer="rwkv7", options=_RANKS),
 }
 

@@ -98,24 +98,21 @@ def tpu_whole_mixers() -> str:
     """The shares of a model's mixer with its projections: products, kernels, and operations that only move numbers."""
     names = {
         "mixer-olmo-hybrid": "OLMo-hybrid", "mixer-nemotron-h": "Nemotron-H", "mixer-granite-4": "Granite-4",
-        "mixer-falcon-h1": "Falcon-H1", "mixer-rwkv7": "RWKV-7",
+        "mixer-falcon-h1": "Falcon-H1", "mixer-ling-2.5": "Ling 2.5", "mixer-delta-product": "Gated DeltaProduct",
+        "mixer-rwkv7": "RWKV-7",
     }  # fmt: skip
     rows = tables.rows_of("tpu-whole-mixers")
-    lines = [row for case in names for row in tables.select(rows, case=case)]
 
     def parts(row):
         found = row["operations"]
         return found["products"], row["least_kernel_cycles"], found["copies"], found["others"]
 
     shares = lambda row: "/".join(f"{100 * cycles / sum(parts(row)):.0f}" for cycles in parts(row))
-    columns = {
-        "mixer": lambda row: names[row["case"]],
-        "pass": lambda row: "forward" if row["pass"] == "forward" else "both",
-        "cycles, at least": lambda row: tables.whole(sum(parts(row))),
-        "products/kernels/copies/others, %": shares,
-        "temporaries, MiB": tables.memory("temporaries_mib"),
-    }  # fmt: skip
-    return tables.table(lines, columns)
+    kinds = {"cycles": lambda row: tables.whole(sum(parts(row))), "%": shares, "MiB": tables.memory("temporaries_mib")}
+    of = lambda title, way: lambda name: kinds[title](tables.only(rows, case=name, way=way))
+    short = {"forward": "forward", "forward+backward": "both"}
+    columns = {f"{short[way]}: {title}": of(title, way) for way in tables.PASSES for title in kinds}
+    return tables.table(list(names), {"mixer": names.get} | columns)
 
 
 @tables.block
