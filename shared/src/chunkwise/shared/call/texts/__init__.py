@@ -1,1 +1,0 @@
-"""The texts that docstrings of functions of one kind share, each the docstring of a module."""
