@@ -10,7 +10,7 @@ import pytest
 
 from chunkwise.fused_gla import recurrent_gla, recurrent_simple_gla
 from chunkwise.shared.testing import cases
-from chunkwise.shared.testing.compare import assert_close
+from chunkwise.shared.testing.compare import GATE_GRADIENT_TOLERANCE, assert_close
 from chunkwise.shared.testing.inputs import GATES, make_inputs
 from chunkwise.shared.testing.oracle import reference
 from tests.either_gla import chunk_either_gla
@@ -105,9 +105,12 @@ class Case(cases.Case):
             assert grad.dtype == x[name].dtype
             axis = {"g_gamma": 0, "initial_state": 1}.get(name, 2)
             heads = zip(np.moveaxis(np.asarray(grad), axis, 0), np.moveaxis(want[2][name], axis, 0), strict=True)
+            # The gradient of a head's gate adds up terms of all channels, which are rounded and cancel.
+            cancels = name == "g" and self.dtype == "bfloat16" and not self.per_channel
+            limit = GATE_GRADIENT_TOLERANCE[self.dtype] if cancels else REST[self.dtype]
             for h, (got, ref) in enumerate(heads):
                 # A head's gradient of g_gamma is one number, a sum over all tokens, of which a tenth may be left.
-                assert_close(f"d{name}, head {h}", normal(got), normal(ref), REST[self.dtype])
+                assert_close(f"d{name}, head {h}", normal(got), normal(ref), limit)
 
 
 # Few, because compiling takes long; together they hold every gate, chunk size, type, kind of tail and packing.
@@ -145,6 +148,7 @@ KERNEL_CASES = (
     ),
     Case(gate="logsigmoid", gamma=(-0.1, -2.0), H=2, HV=2),
     Case(gate=None, gamma=retention(4), H=4, HV=4, T=64, dtype="bfloat16"),
+    # More tokens than channels.
     Case(gate=None, gamma=(-1.0, -30.0), H=2, HV=2, T=150, chunk_size=128),
     Case(T=5, K=256, V=512),
     Case(T=30, K=320, V=129),
@@ -159,7 +163,7 @@ KERNEL_CASES = (
 # One of every kind is quick; types, sizes and gates that repeat a kind are thorough.
 QUICK = {
     "xla": [CASES[i] for i in (5, 7)],
-    "fused": [CASES[2], KERNEL_CASES[1]],
+    "fused": [CASES[2], KERNEL_CASES[1], KERNEL_CASES[5]],
 }
 THOROUGH = dict(
     test_recurrence=lambda case, implementation: case not in QUICK[implementation],

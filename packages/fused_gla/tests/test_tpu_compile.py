@@ -55,6 +55,7 @@ def tokens(B, T, H, K, V, HV=None, **more):
 
 CASES = {
     "constant": (dict(B=1, T=65536, H=16, K=128, V=128), lambda: dict(g_gamma=spec(16)), {}),
+    "constant, narrow": (dict(B=1, T=4096, H=8, K=48, V=64), lambda: dict(g_gamma=spec(8)), {}),
     "head, chunk 128": (dict(B=1, T=4096, H=2, K=256, V=128), lambda: dict(g=spec(1, 4096, 2)), dict(chunk_size=128)),
     "head, wide": (dict(B=1, T=4096, H=2, K=512, V=512), lambda: dict(g=spec(1, 4096, 2)), {}),
     "channel": (dict(B=1, T=4096, H=2, K=128, V=128), lambda: dict(g=spec(1, 4096, 256)), {}),

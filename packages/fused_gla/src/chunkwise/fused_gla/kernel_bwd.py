@@ -306,7 +306,7 @@ def launch(x: GlaOperands, s: GlaStatic, outputs: tuple[str, ...]) -> dict[str, 
     if "dh0" not in outputs:
         scratch["dstate"] = state
     if s.constant:
-        gate, gates = cut.per_row(heads, 8, s.K), (s.B, s.HV, 8, s.K)
+        gate, gates = cut.per_row(heads, 8, max(s.C, s.K)), (s.B, s.HV, 8, max(s.C, s.K))
         # These are whole tiles, because a column would be broadcast at every use.
         scratch |= {"pairs_t": (heads, s.C, s.C), "from_start": (heads, s.C, s.K)}
         scratch |= {"to_end": (heads, s.C, max(s.K, s.V)), "through": (heads, 1, s.K)}
@@ -355,7 +355,7 @@ def _sum_gates(s: GlaStatic, dg: jax.Array) -> jax.Array:
 
     Args:
       s: static sizes.
-      dg: [B, NT, HV, 1, C], or if all gates are constant [B, HV, 8, K], parts of the sum over tokens.
+      dg: [B, NT, HV, 1, C], or if all gates are constant [B, HV, 8, max(C, K)], parts of the sum over tokens.
     """
     if s.constant:
         return jnp.sum(dg, axis=(0, 2, 3))[:, None, None]

@@ -85,7 +85,7 @@ class GlaRefs(NamedTuple):
     dq: jax.Ref  # [rows, keys K]
     dk: jax.Ref  # [rows, keys K]
     dv: jax.Ref  # [rows, heads V]
-    dg: jax.Ref  # laid out as g; for constant gates [heads, 8, K]
+    dg: jax.Ref  # laid out as g; for constant gates [heads, 8, max(C, K)]
     dlog_weight: jax.Ref  # [chunks, heads, 1, C]
     dskip: jax.Ref  # [8, heads V], parts of a sum over the tokens of a row
     dh0: jax.Ref  # [heads, V, K]

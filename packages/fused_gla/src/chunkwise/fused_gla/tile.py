@@ -216,7 +216,7 @@ def chunk_bwd(by_keys, products, S, dS, q, k, do, decays: GlaDecays, parts, befo
 
 
 def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array:
-    """Return a chunk's part of the gradient of a constant gate, as terms [h, 8, K] of a sum.
+    """Return a chunk's part of the gradient of a constant gate, as terms [h, 8, max(C, K)] of a sum.
 
     Each exponent of `constant_decays` is a number of tokens times the gate.
 
@@ -230,8 +230,8 @@ def constant_gate_bwd(exponents, d_from_start, d_to_end, d_through) -> jax.Array
     apart = (tiles.column_index(C) - tiles.row_index(C)).astype(jnp.float32)  # [1, C, C]
     # Whole registers are added up; the caller sums inside of them, once for all chunks.
     parts = lambda x: jnp.sum(x.reshape(h, -1, 8, x.shape[2]), axis=1)
-    pairs = jnp.pad(parts(apart * exponents), [(0, 0), (0, 0), (0, K - C)])  # [h, 8, K]
+    widen = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, max(C, K) - x.shape[2])])
     # The decay of the chunk is a term of only one row.
     first = lax.broadcasted_iota(jnp.int32, (1, 8, 1), 1) == 0
-    states = parts((after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end)
-    return states + pairs + jnp.where(first, C * d_through, 0.0)
+    states = parts((after_start + 1.0) * d_from_start + (C - 1.0 - after_start) * d_to_end)  # [h, 8, K]
+    return widen(states) + widen(parts(apart * exponents)) + widen(jnp.where(first, C * d_through, 0.0))
