@@ -64,6 +64,8 @@ def test_every_number_of_steps_gives_the_same_bits(kind, steps):
     packed = "packed" in kind
     x = make_inputs(1, 64, 2, K=8, V=8, num_states=3 if packed else 1, per_channel="channel" in kind)
     del x["beta"]
+    # Their sums are exact: a CPU adds up the terms of a product in an order that its shape decides, other than a TPU.
+    x["g"] = jnp.round(64 * x["g"]) / 64
     if not packed:
         x |= dict(g=None, g_gamma=jnp.asarray([-0.1, -2.0]))
     options = dict(cu_seqlens=boundaries(3, 40, 10)) if packed else {}
