@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -55,8 +54,8 @@ SOLO = ("kkt", "pipeline")
 END_TO_END = [f"tests_e2e/{name}" for name in ("examples", "layers", "operators", "pages", "repository")]
 # The tests that every change must pass; the session `thorough` runs the others.
 QUICK = ("-m", "not thorough")
-# The tag of all other sessions that every change must pass, which run beside `tests`.
-BESIDE = ["beside-tests"]
+# The tag of the sessions that every change must pass, which `nox` alone runs.
+CHANGE = ["change"]
 
 # Collectives of simulated devices wait for threads of all of them: more than a small machine has cores.
 MANY_THREADS = {"NPROC": "16"}
@@ -71,7 +70,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["PIP_COMPILE"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-nox.options.sessions = ["every"]
+nox.options.tags = CHANGE
 nox.options.error_on_external_run = True
 # Where uv is installed beside nox, it fills an environment in a second, and pip in a quarter of a minute.
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -119,18 +118,7 @@ def run_example(session: nox.Session, name: str) -> None:
     session.run("python", "-W", "error", script, env={"JAX_PLATFORMS": "cpu"})
 
 
-@nox.session(venv_backend="none")
-def every(session):
-    """Run what every change must pass: `tests`, and beside it sessions that wait for the network or use one core."""
-    log, run = Path(session.create_tmp(), "others.txt"), (sys.executable, "-m", "nox")
-    with log.open("w") as file, subprocess.Popen([*run, "-t", *BESIDE], stdout=file, stderr=file) as others:
-        tests = subprocess.run([*run, "-s", "tests"], check=False)
-    print(log.read_text())
-    if tests.returncode or others.returncode:
-        session.error("A session failed.")
-
-
-@nox.session(tags=BESIDE)
+@nox.session(tags=CHANGE)
 def lint(session):
     """Check style and format, that all copies of release/metadata.toml agree, and the files of the forge."""
     install(session, "lint")
@@ -156,14 +144,14 @@ def lock(session):
     locks.renew(session, groups, ABOUT.requires_python.removeprefix(">="))
 
 
-@nox.session(python=LATEST, tags=BESIDE)
+@nox.session(python=LATEST, tags=CHANGE)
 def types(session):
     """Check the static types of everything that is shipped."""
     prepare(session, "types")
     session.run("pyrefly", "check")
 
 
-@nox.session(python=LATEST)
+@nox.session(python=LATEST, tags=CHANGE)
 def tests(session):
     """Run all tests that every change must pass; with `-- --changed` those of packages that a change reaches."""
     needs, arguments = packages.needs_of_tests(), [*session.posargs]
@@ -198,7 +186,7 @@ def cover(session):
     session.notify("tests", ["--keep"])
 
 
-@nox.session(**WITH_TORCH, tags=BESIDE * (OLDEST != LATEST))
+@nox.session(**WITH_TORCH, tags=CHANGE * (OLDEST != LATEST))
 def oldest(session):
     """Do as the first line of the README under the oldest Python, and run a sample and what needs torch there."""
     install(session, "e2e")
@@ -288,7 +276,7 @@ def add_package_sessions(name: str) -> None:
     test.__doc__ = f"Run the tests of {name} with nothing installed but what it needs."
     solo.__doc__ = f"Install {name} alone, as a user would, run the example of its README, and use every argument."
     nox.session(test, name=f"test-{name}", python=LATEST)
-    nox.session(solo, name=f"solo-{name}", python=LATEST, tags=BESIDE * (name in SOLO))
+    nox.session(solo, name=f"solo-{name}", python=LATEST, tags=CHANGE * (name in SOLO))
 
 
 for package in PACKAGES:
@@ -348,7 +336,7 @@ def extras(session):
         session.error(f"Extras must fit alone, and {sorted(TOGETHER)}; got not {alone}, and {sorted(pairs)}.")
 
 
-@nox.session(python=LATEST, tags=BESIDE)
+@nox.session(python=LATEST, tags=CHANGE)
 def build(session):
     """Build every wheel and sdist into dist/, check them, and install from there."""
     install(session, "build", "runtime")
@@ -420,7 +408,7 @@ def matrix(session, jax):
 MKDOCS = dict(NO_MKDOCS_2_WARNING="1", JAX_PLATFORMS="cpu")
 
 
-@nox.session(python=LATEST, tags=BESIDE)
+@nox.session(python=LATEST, tags=CHANGE)
 def docs(session):
     """Build the documentation site into build/site; a link that leads nowhere is an error."""
     prepare(session, "docs")
