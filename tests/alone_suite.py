@@ -24,7 +24,7 @@ OPERATORS = ("fused_gdn", "fused_gla", "kda", "two_keys", "delta_product", "dplr
 # The packages whose kernels a package runs.
 KERNELS_OF = {
     "two_keys": {"kda"}, "delta_product": {"fused_gdn"}, "dplr": {"two_keys", "kda"}, "mlstm": {"fused_gla"},
-    "mamba2": {"fused_gla"},
+    "mamba2": {"fused_gla"}, "recipes": {"fused_gla", "kda", "two_keys"},
 }  # fmt: skip
 
 
@@ -154,6 +154,23 @@ def other_calls(name: str, config: Any) -> list[dict[str, Any]]:
     return [dict(call, implementation="xla"), dict(call, **pallas), *([per_channel] if name == "chunk_fwd_h" else [])]
 
 
+def recipe_calls(name: str, config: None) -> list[dict[str, Any]]:
+    """Return whole calls of a recipe, of which a module of its package has the inputs."""
+    import jax
+
+    from chunkwise.shared.testing.definitions import Composition
+
+    modules = [module for key, module in sys.modules.items() if key.startswith("chunkwise.recipes.")]
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, Composition)}
+    recipe, *_ = (x for x in found if name in (x.chunk.__name__, x.recurrent.__name__))
+    x = jax.tree.map(np.asarray, recipe.inputs(1, T, H, H, K, V, num_states=N))
+    ends, ids = np.array(ENDS, np.int32), np.repeat(np.array([0, 1, -1], np.int32), (7, 14, 3))[None]
+    base = dict(x, scale=0.5, output_final_state=True, x=2.0, eps=1e-5)
+    wide = dict(base, initial_state=jax.tree.map(lambda y: y[:1], x["initial_state"]))
+    calls = [dict(base, cu_seqlens=ends, implementation="xla"), dict(wide, sharding="heads")]
+    return calls if name.startswith("recurrent_") else [*calls, dict(wide, segment_ids=ids, chunk_size=C)]
+
+
 def trace(function, call: dict[str, Any]) -> None:
     """Trace a call, whose arrays are operands; `sharding` and `context_axis` name the axis of a mesh of one device."""
     import jax
@@ -191,7 +208,8 @@ def check(package: str) -> None:
         parameters, given, optional = inspect.signature(function).parameters, set(), operands(name)
         needed = {y: optional[y] for y, p in parameters.items() if p.default is p.empty and y in optional}
         is_operator = package in OPERATORS
-        for call in (operator_calls if is_operator else other_calls)(name, config):
+        calls = recipe_calls if package == "recipes" else operator_calls if is_operator else other_calls
+        for call in calls(name, config):
             call = {y: x for y, x in ((needed if is_operator else {}) | call).items() if y in parameters}
             try:
                 trace(function, call)
