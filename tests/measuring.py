@@ -203,7 +203,8 @@ def check(paths: list[Path], kept: Path | None = None) -> None:
     print(total)
     if kept:
         rows = [{"file": file, **spent} for file, spent in files.items()]
-        kept.write_text(json.dumps({"command": "nox -s tests -- --keep", "total": total, "rows": rows}, indent=1) + "\n")
+        data = {"command": "nox -s tests -- --keep", "total": total, "rows": rows}
+        kept.write_text(json.dumps(data, indent=1) + "\n")
     if gone := sorted(x for x in QUICK.read_text().splitlines() if not x.endswith("[]") and x not in tests):
         raise SystemExit(f"tests/quick.txt must name tests that run; got {gone}: run `nox -s cover`.")
     if beyond := {name: total[name] for name, most in MOST.items() if total[name] > most}:

@@ -65,7 +65,7 @@ def over_tokens(
         # A boundary past the end, which a compiled program cannot refuse, must not overflow.
         x = x._replace(cu_seqlens=jnp.clip(x.cu_seqlens, 0, checks.MOST_COUNTED // n) * jnp.int32(n))
     if x.segment_ids is not None:
-        x = x._replace(segment_ids=jnp.repeat(x.segment_ids, n, axis=1))
+        x = x._replace(segment_ids=interleaved.Interleaved(*(x.segment_ids,) * n).whole())
     if options.block_size is not None:
         options = options._replace(block_size=options.block_size * n)
     pool = x.initial_state if form == "ragged" and state_pool.as_pool(x.initial_state).replay else None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from chunkwise.layers.devices import division
 from chunkwise.layers.mixer import running
+from chunkwise.shared import compat
 from chunkwise.shared.call import checks
 
 
@@ -38,24 +39,29 @@ def turn(
     """
     n, K, devices = len(frequencies), x.shape[3], division.devices_of_heads(run.sharding, x)
     # The heads of a device stay flat, because a TPU would copy x to take their channels apart.
-    flat = x.reshape(*x.shape[:2], devices, -1)
+    flat = running.by_head(x.reshape(*x.shape[:2], -1), devices)
     channel = jnp.arange(flat.shape[3]) % K
     # A product gives every head the same angles, for which a broadcast would lay out one array a head.
     member = (jnp.arange(K)[:, None] == channel[None]).astype(jnp.float32)
     of_heads = lambda y: jnp.einsum("btk,kc->btc", y, member, precision=jax.lax.Precision.HIGHEST)[:, :, None]
     angle = position[..., None] * jnp.array(frequencies, jnp.float32)[None, None]  # [B, T, n]
-    rest = jnp.zeros((*angle.shape[:2], K - 2 * n), jnp.float32)
+    filled = lambda y, fill: jax.lax.pad(y, jnp.float32(fill), [(0, 0, 0), (0, 0, 0), (0, K - 2 * n, 0)])
 
     def turned(sign: int, scale: float, y: jax.Array) -> jax.Array:
         """Return y turned by the angles or, with sign -1, by the opposite ones."""
         c, s = scale * jnp.cos(angle), sign * scale * jnp.sin(angle)
         moved = lambda lanes: jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0)] * 3 + [(lanes, -lanes, 0)])
         other = jnp.where(channel < n, moved(-n), moved(n)).astype(jnp.float32)
-        cos, sin = (of_heads(jnp.concatenate(z, axis=2)) for z in ((c, c, rest + 1.0), (-s, s, rest)))
+        pairs = ((c, c), 1.0), ((-s, s), 0.0)
+        cos, sin = (of_heads(filled(jnp.concatenate(z, axis=2), rest)) for z, rest in pairs)
         return (y.astype(jnp.float32) * cos + other * sin).astype(y.dtype)
 
-    # To turn is to solve the turn back for x. So JAX is told the transpose, the turn by the opposite angle, which a TPU
-    # computes in one pass; its own would write four arrays.
     back = functools.partial(turned, -1)
     forth, transposed = (lambda _, y: turned(1, scale, y)), (lambda _, y: back(scale, y))
-    return jax.lax.custom_linear_solve(functools.partial(back, 1 / scale), flat, forth, transposed).reshape(x.shape)
+    # To turn is to solve the turn back for x. So JAX is told the transpose, the turn by the opposite angle, which a TPU
+    # computes in one pass; its own writes four arrays, but inside of a `shard_map` it cannot be told.
+    if compat.varying_axes(flat, angle):
+        y = turned(1, scale, flat)
+    else:
+        y = jax.lax.custom_linear_solve(functools.partial(back, 1 / scale), flat, forth, transposed)
+    return y.reshape(*x.shape[:2], -1).reshape(x.shape)
