@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "packages", "release", "shared", "tests", "tests_e2e")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 90
 # Lines of code of the source, and lines of tests for a line of the source.
-MOST_CODE, MOST_TESTS = 19_263, 0.80
+MOST_CODE, MOST_TESTS = 19_268, 0.80
 # What is no code, beside docstrings and imports.
 SPACE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")}
 
