@@ -59,7 +59,7 @@ def cost(
     """
     numbers = rows * D
     # The forward reads x and z and writes y; the backward reads x, z and dy and writes dx and dz.
-    arrays = (5 if backward else 3) if gated else (3 if backward else 2)
+    arrays = 2 + backward + gated * (1 + backward)
     return pl.CostEstimate(
         flops=numbers * (20 if backward else 8),
         transcendentals=numbers,

@@ -40,13 +40,14 @@ def _same(x: T) -> T:
     return x
 
 
-def linear(x: object, transpose: Callable, forward: Callable = _same) -> Any:
+def linear(x: object, transpose: Callable, forward: Callable = _same, back: Callable = _same) -> Any:
     """Return forward(x), by default x: a linear function of a tree of arrays, with the transpose of the caller.
 
     `custom_linear_solve` is the one linear function of JAX whose transpose a caller can choose; every transform takes
-    it, and it has every derivative. Here the system to solve is the identity.
+    it, and it has every derivative. The system to solve is `back`, by default the identity. JAX differentiates it alone
+    for what the functions read beside x; for the derivative of that it is the inverse of forward.
     """
-    return lax.custom_linear_solve(_same, x, lambda _, y: forward(y), lambda _, y: transpose(y))
+    return lax.custom_linear_solve(back, x, lambda _, y: forward(y), lambda _, y: transpose(y))
 
 
 def of_kernel(name: str, x: object) -> Any:

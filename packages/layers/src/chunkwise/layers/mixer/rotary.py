@@ -1,7 +1,6 @@
 """Rotary positions: where tokens are in their sequences, and pairs of channels turned by an angle for each token."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from chunkwise.layers.devices import division
 from chunkwise.layers.mixer import running
 from chunkwise.shared import compat
 from chunkwise.shared.call import checks
+from chunkwise.shared.kernels import derivatives
 
 
 def positions(run: running.Run, i: int, x) -> running.Convolved:
@@ -43,25 +43,22 @@ def turn(
     channel = jnp.arange(flat.shape[3]) % K
     # A product gives every head the same angles, for which a broadcast would lay out one array a head.
     member = (jnp.arange(K)[:, None] == channel[None]).astype(jnp.float32)
-    of_heads = lambda y: jnp.einsum("btk,kc->btc", y, member, precision=jax.lax.Precision.HIGHEST)[:, :, None]
     angle = position[..., None] * jnp.array(frequencies, jnp.float32)[None, None]  # [B, T, n]
+    flat, angle, member, is_first = compat.vary_alike(flat, angle, member, channel < n)
+    of_heads = lambda y: jnp.einsum("btk,kc->btc", y, member, precision=jax.lax.Precision.HIGHEST)[:, :, None]
     filled = lambda y, fill: jax.lax.pad(y, jnp.float32(fill), [(0, 0, 0), (0, 0, 0), (0, K - 2 * n, 0)])
 
-    def turned(sign: int, scale: float, y: jax.Array) -> jax.Array:
+    def turned(y: jax.Array, scale: float, sign: int = 1) -> jax.Array:
         """Return y turned by the angles or, with sign -1, by the opposite ones."""
         c, s = scale * jnp.cos(angle), sign * scale * jnp.sin(angle)
         moved = lambda lanes: jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0)] * 3 + [(lanes, -lanes, 0)])
-        other = jnp.where(channel < n, moved(-n), moved(n)).astype(jnp.float32)
+        other = jnp.where(is_first, moved(-n), moved(n)).astype(jnp.float32)
         pairs = ((c, c), 1.0), ((-s, s), 0.0)
         cos, sin = (of_heads(filled(jnp.concatenate(z, axis=2), rest)) for z, rest in pairs)
         return (y.astype(jnp.float32) * cos + other * sin).astype(y.dtype)
 
-    back = functools.partial(turned, -1)
-    forth, transposed = (lambda _, y: turned(1, scale, y)), (lambda _, y: back(scale, y))
-    # To turn is to solve the turn back for x. So JAX is told the transpose, the turn by the opposite angle, which a TPU
-    # computes in one pass; its own writes four arrays, but inside of a `shard_map` it cannot be told.
-    if compat.varying_axes(flat, angle):
-        y = turned(1, scale, flat)
-    else:
-        y = jax.lax.custom_linear_solve(functools.partial(back, 1 / scale), flat, forth, transposed)
+    # The transpose is the turn by the opposite angle, which a TPU computes in one pass; JAX's own writes four arrays.
+    y = derivatives.linear(
+        flat, lambda y: turned(y, scale, -1), lambda y: turned(y, scale), lambda y: turned(y, 1 / scale, -1)
+    )
     return y.reshape(*x.shape[:2], -1).reshape(x.shape)
