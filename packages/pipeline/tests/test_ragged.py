@@ -36,8 +36,9 @@ THOROUGH = dict(
         operator is not KDA or (dtype, pool, blocks) != (jnp.float32, jnp.bfloat16, True)
     ),
 )
-all_operators = pytest.mark.parametrize("operator", OPERATORS)
-all_implementations = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "staged"])
+# All tests of a step run one after another, because there is one at a time.
+all_operators = pytest.mark.parametrize("operator", OPERATORS, scope="module")
+all_implementations = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "staged"], scope="module")
 
 
 def drawn(check):
@@ -96,9 +97,12 @@ def make_schedule(random: Random, W: int, with_reads: bool = False) -> dict:
     return schedule
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def compiled(operator: str, implementation: str):
-    """Return a jitted step and a list with an entry for every time it was traced: the shapes of its arguments."""
+    """Return a jitted step and a list with an entry for every time it was traced: the shapes of its arguments.
+
+    The kernels of a step as a CPU interprets them take thousands of maps of memory, of which a process has 65,530.
+    """
     traces = []
 
     def step(tokens, pool, schedule):
