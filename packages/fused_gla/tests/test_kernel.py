@@ -31,7 +31,8 @@ def test_decays_keep_their_digits_beside_large_ones(transposed):
     g = make_gate("spikes", np.random.default_rng(0), (1, 128, 1)).astype(np.float32).astype(np.float64)
     with kernel_trace(True):
         g_low = jnp.asarray(g, jnp.float32).reshape(1, 1, 128)
-        found = packs.pair_exponents(packs.GateSums(g_low, None, ABSENT, ABSENT), 3, transposed=transposed)
+        exponents = packs.pair_exponents_transposed if transposed else packs.pair_exponents
+        found = exponents(packs.GateSums(g_low, None, ABSENT, ABSENT), 3)
     found = np.swapaxes(found, 1, 2) if transposed else found
     assert_close("pairs", np.tril(np.exp(found)), np.tril(np.exp(pair_sums(g, 128)[..., 0])), STAGE_TOLERANCE)
 

@@ -25,9 +25,6 @@ from chunkwise.shared.kernels import launcher, matmul, packed, tiles, windows
 from chunkwise.shared.kernels.spans import chunk_loop, layout, schedule, stage_chunks
 from chunkwise.shared.kernels.spans.operands import ABSENT
 
-# How many heads the forward takes in lock-step where gates are per head and differ from token to token.
-HEADS = 8
-
 
 def _gla_fwd_kernel(refs: GlaRefs, s: GlaStatic) -> None:
     """Take the state through the chunks of a span."""
@@ -110,24 +107,25 @@ def pass_in_packs(
         keys, mine = loads.key_heads(refs, s, heads), gates.of(heads)
         k, v = loads.load_keys(refs.k, refs, s, chunk, heads), loads.load_packs(refs.v, refs, s, chunk, heads)
         S, n = normaliser.split(refs.state[heads], s)  # [heads, V, K], and [heads, 1, K]
-        exponents = packs.over_lanes(mine.sums, p, s.V, count)
-        q = of_pairs = from_state = ABSENT
+        end = jnp.exp2(mine.sums[-1])[:, None]  # [heads, 1, C]
+        turned = packs.turned(v, s.V)
+        q = of_pairs = from_state = from_start = ABSENT
         if output:
             q = loads.load_keys(refs.q, refs, s, chunk, heads)
             if heads.start % group == 0:
                 shared[keys.start] = packs.scores(q, k, s.scale, False, chunk.same)
-            of_pairs = packs.pair_exponents(mine, count, transposed=False)
+            of_pairs = packs.pair_exponents(mine, count)
+            from_start = packs.over_lanes(mine.sums[:1], p, s.V, count)
             from_state = packs.read(q, (S.astype(dtype),), p * s.V)  # [packs, C, p V]
         # These products wait for no other product, so those of the next heads may begin before these heads end.
         yield
-        decays = jnp.exp2(exponents)
-        start, end = decays[: len(v)], decays[-len(v) :]
         end = s.scale * end if backwards else end
-        v_end = tile.operands(v.astype(jnp.float32) * end, dtype, s.parts)
-        sums = None if n is None else normaliser.next_sums(n, k, end[:, :, :1], mine.through)
-        normaliser.store(after.at[heads], mine.through * S + packs.write(v_end, (k,), s.V), sums)
+        v_end = tile.operands(turned.astype(jnp.float32) * end, dtype, s.parts)
+        sums = None if n is None else normaliser.next_sums(n, k, tiles.to_column(end), mine.through)
+        normaliser.store(after.at[heads], mine.through * S + packs.write_turned(v_end, k), sums)
         if not output:
             return
+        start = jnp.exp2(from_start)
         P = jnp.exp2(of_pairs) * tiles.repeat_heads(shared[keys.start], heads.stop - heads.start)
         o = matmul.dot(packed.side_lanes(P.astype(dtype), p), packs.placed(v, p)) + s.scale * start * from_state
         if n is not None:
@@ -137,7 +135,7 @@ def pass_in_packs(
             o += loads.load_skip(refs, s, heads) * v.astype(jnp.float32)
         loads.store(refs.o, o, s, chunk, slice(heads.start // p, heads.stop // p))
 
-    schedule.run_each(step, every, packs.heads_at_once(HEADS, every, group, p))
+    schedule.run_each(step, every, packs.heads_at_once(config.RUN, every, group, p))
 
 
 def _set_ones(ref) -> None:

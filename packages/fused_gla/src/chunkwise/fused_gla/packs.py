@@ -82,25 +82,37 @@ def over_lanes(sums: jax.Array, p: int, V: int, count: int) -> jax.Array:
     return packed.concat_lanes([each] * -(-p * V // packed.LANES))[:, :, : p * V]
 
 
-def pair_exponents(gates: GateSums, count: int, transposed: bool) -> jax.Array:
-    """Return the exponents of the decays from token j to i >= j, with the weight of j, [n, i, j] or [n, j, i].
+def pair_exponents(gates: GateSums, count: int) -> jax.Array:
+    """Return the exponents of the decays from token j to i >= j, with the weight of j, [n, i, j].
 
     The exponents of other pairs are finite. The sums keep `count` bfloat16 parts of the gates.
     """
     h, _, C = gates.g.shape
-    # The sum of the gates m with j < m <= i: the left operand selects by one condition, the right one by the other.
-    mine, other = (
-        (~tiles.lower(C), ~tiles.strictly_lower(C)) if transposed else (tiles.lower(C), tiles.strictly_lower(C))
-    )
-    zero = jnp.zeros((), jnp.bfloat16)
-    left = [jnp.where(mine, jnp.broadcast_to(x, (h, C, C)), zero) for x in matmul.bf16_parts(gates.g, count)]
-    if transposed and gates.log_weight is not None:
+    # The sum of the gates m with j < m <= i: the left operand selects by one condition, the right one by the other. The
+    # heads are in the lanes of the product, because one of 128 lanes takes the matrix unit as long as one of 256.
+    left = packed.concat_lanes([tiles.lower(C).astype(jnp.bfloat16)] * count)  # [1, i, count m]
+    right = packed.concat_lanes(_where(~tiles.lower(C), gates.g, count))  # [n, j, count m]
+    found = matmul.dot_nt(left, right.reshape(1, h * C, -1))  # [1, i, n j]
+    found = packed.split_lanes(found, h)
+    return found if gates.log_weight is None else found + gates.log_weight
+
+
+def pair_exponents_transposed(gates: GateSums, count: int) -> jax.Array:
+    """Return `pair_exponents` as [n, j, i]."""
+    h, _, C = gates.g.shape
+    left = _where(~tiles.lower(C), gates.g, count)  # [n, j, m] each
+    if gates.log_weight is not None:
         itself = tiles.row_index(C) == tiles.column_index(C)
-        weights = matmul.bf16_parts(gates.log_weight, count)
-        left = [jnp.where(itself, jnp.broadcast_to(w, (h, C, C)), x) for w, x in zip(weights, left, strict=True)]
-    right = packed.concat_rows([other.astype(jnp.bfloat16)] * count)  # [1, count C, C]
-    found = matmul.dot(packed.concat_lanes(left).reshape(1, h * C, -1), right).reshape(h, C, C)
-    return found if transposed or gates.log_weight is None else found + gates.log_weight
+        left = [x + w for x, w in zip(left, _where(itself, gates.log_weight, count), strict=True)]
+    right = packed.concat_rows([(~tiles.strictly_lower(C)).astype(jnp.bfloat16)] * count)  # [1, count m, i]
+    return matmul.dot(packed.concat_lanes(left).reshape(1, h * C, -1), right).reshape(h, C, C)
+
+
+def _where(mask: jax.Array, rows: jax.Array, count: int) -> list[jax.Array]:
+    """Return bfloat16 parts of rows [n, 1, C] where a mask [1, C, C] is set, and zeros elsewhere."""
+    h, _, C = rows.shape
+    zero = jnp.zeros((), jnp.bfloat16)
+    return [jnp.where(mask, jnp.broadcast_to(x, (h, C, C)), zero) for x in matmul.bf16_parts(rows, count)]
 
 
 def scores(left: jax.Array, right: jax.Array, scale, transposed: bool, same: jax.Array | None) -> jax.Array:
@@ -136,6 +148,17 @@ def read_back(x: tuple[jax.Array, ...], S: tuple[jax.Array, ...], keys: int) -> 
     return _added(matmul.dot(tile.side_by_side(left, keys), right.reshape(keys, -1, K)) for left, right in pairs)
 
 
+def turned(x: jax.Array, V: int) -> jax.Array:
+    """Return packs [m, C, p V] as heads with tokens in the lanes, [n, V, C]."""
+    return jnp.swapaxes(x, 1, 2).reshape(-1, V, x.shape[1])
+
+
+def write_turned(x: tuple[jax.Array, ...], k: jax.Array) -> jax.Array:
+    """Return x^T k of every head, [n, V, K], for parts of turned heads [n, V, C] and tiles k [keys, C, K]."""
+    n, V, C = x[0].shape
+    return _added(matmul.dot(part.reshape(len(k), -1, C), k) for part in x).reshape(n, V, -1)
+
+
 def write(x: tuple[jax.Array, ...], k: tuple[jax.Array, ...], V: int) -> jax.Array:
     """Return x^T k of every head, [n, V, K], for parts of packs x [m, C, p V] and of tiles k [keys, C, K]."""
     pairs = zip(*packed.part_pairs(x, k), strict=True)
@@ -164,10 +187,10 @@ def chunk_products(q, k, v, do, S, dS, gates: GateSums, p: int, parts: int, coun
     S, dS = (tile.operands(x, k.dtype, parts) for x in (S, dS))
     alone = len(k) == n
     return (
-        pair_exponents(gates, count, transposed=True),
+        pair_exponents_transposed(gates, count),
         over_lanes(gates.sums, p, max(V, K) if alone else V, count),
         read(k, dS, lanes),
-        matmul.dot_nt(placed(v, p), do).reshape(-1, C, C),
+        packed.split_lanes(matmul.dot_nt(v, placed(do, p)), p),
         read_back((do,), S, n) if alone else read(q, S, lanes),
         read_back((v,), dS, n) if alone else None,
     )
