@@ -183,7 +183,7 @@ def chunk_products(q, k, v, do, S, dS, gates: GateSums, p: int, parts: int, coun
       dS, packs; that of v and do, the gradient of the scores, transposed [n, C, C]; those of do and S and of v and dS,
       [n, C, K], if no heads share a key head, otherwise that of q and S, packs, and None.
     """
-    lanes, C, (n, V, K) = v.shape[2], v.shape[1], S.shape
+    lanes, (n, V, K) = v.shape[2], S.shape
     S, dS = (tile.operands(x, k.dtype, parts) for x in (S, dS))
     alone = len(k) == n
     return (
