@@ -293,11 +293,6 @@ def _bwd_kernel(refs: ConvRefs, *, s: ConvStatic):
     _branches(refs, block, s, compute)
 
 
-def _place(i, count: int, backward: bool):
-    """Return the block of tokens of grid step i."""
-    return jnp.int32(count - 1) - i if backward else i
-
-
 def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
     """Run the forward kernel, or with dy the backward one.
 
@@ -309,7 +304,7 @@ def launch(x: ConvOperands, s: ConvStatic) -> dict[str, jax.Array]:
     (B, T, D), (tokens, channels), count = x.x.shape, (s.config.tokens, s.config.channels), s.blocks
     backward = x.dy is not None
     # Blocks of tokens come in order; in the backward the last one comes first.
-    place = functools.partial(_place, count=count, backward=backward)
+    place = lambda i: jnp.int32(count - 1) - i if backward else i
     block = pl.BlockSpec((None, tokens, channels), lambda j, b, i, *_: (b, place(i), j))
     before = lambda i: jnp.maximum(place(i) * jnp.int32(tokens // _BEFORE) - jnp.int32(1), jnp.int32(0))
     rows = None if x.rows is None else windows.along((x.rows.shape[0], 1, channels), None, None, 0)

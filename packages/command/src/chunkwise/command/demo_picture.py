@@ -60,16 +60,13 @@ def _stored(axes, shown: Recall) -> None:
 
 
 def _read_back(axes, shown: Recall, state: str) -> None:
-    _sheet(axes, f"{_full(state)}: {shown.right_lines(state)} of {len(shown.facts)} lines come back", 34)
+    title = {"delta rule": "Delta rule", "linear attention": "Plain linear attention"}[state]
+    _sheet(axes, f"{title}: {shown.right_lines(state)} of {len(shown.facts)} lines come back", 34)
     for row, (line, answer) in enumerate(list(zip(shown.facts.values(), shown.answers[state], strict=True))[:LINES]):
         for column, (want, got) in enumerate(zip(line, answer, strict=True)):
             if got != want:
                 axes.add_patch(_box(column + 1, row))
             _write(axes, column + 1, row, got, "black" if got == want else WRONG)
-
-
-def _full(state: str) -> str:
-    return {"delta rule": "Delta rule", "linear attention": "Plain linear attention"}[state]
 
 
 def _box(column: float, row: float):

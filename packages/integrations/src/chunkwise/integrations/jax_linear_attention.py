@@ -65,13 +65,10 @@ def _implementation(kind: str, names: tuple[str, ...]) -> Implementation:
     options = ("min_gate",) if "beta" not in names and "b" not in names else ("min_gate", "use_qk_l2norm_in_kernel")
     return Implementation(
         NAME, functools.partial(_run, kind, names), options=frozenset(options),
-        sizes=functools.partial(_sizes, kind, names), raw_gates=True, knows_segments=True, best_here=_on_hopper,
+        # The kernels read no sizes of the options.
+        sizes=lambda x, options, states: _limit(kind, names, x, options) or with_chunk_size(NAME, x, options),
+        raw_gates=True, knows_segments=True, best_here=_on_hopper,
     )  # fmt: skip
-
-
-def _sizes(kind: str, names: tuple[str, ...], x: Arguments, options: Options, states: bool) -> Options | str:
-    """Return the options, of which the kernels read no sizes, or why they do not take a call."""
-    return _limit(kind, names, x, options) or with_chunk_size(NAME, x, options)
 
 
 def _limit(kind: str, names: tuple[str, ...], x: Arguments, options: Options) -> str | None:

@@ -41,12 +41,6 @@ class KimiDeltaAttentionWeights(NamedTuple):
     z_bias: jax.Array | tuple[()] = ()
 
 
-def _ranks(config: config.KimiDeltaAttentionConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks of the projections of the decay and of the norm's gate: one each, or none for one matrix."""
-    ranks = () if config.R is None else (config.R,)
-    return ranks, () if config.full_rank_gate else ranks
-
-
 # The names of factors in flash-linear-attention, and of the last projection in Ling 3.0.
 _OF_FLA = {f"{name}_{end}_proj": f"{name}_proj.{i}" for name in "fg" for i, end in enumerate("ab")}
 _OF_LING = {"o_proj": "dense"}
@@ -63,7 +57,10 @@ def _table(c: config.KimiDeltaAttentionConfig) -> dict[str, Any]:
     A projection keeps the size of its input; the rate exp(A_log) is uniform from 1 to 16, and steps are from 0.001 to
     0.1, as in flash-linear-attention.
     """
-    v, (decay, gate) = c.HV * c.V, _ranks(c)
+    v = c.HV * c.V
+    # The ranks of the projections of the decay and of the norm's gate; a projection without one is a matrix.
+    decay = () if c.R is None else (c.R,)
+    gate = () if c.full_rank_gate else decay
     z = table.factors(_names("g", gate), ".n", c.D, *gate, v)
     return dict(
         **table.projections(c), f=table.factors(_names("f", decay), ".n", c.D, *decay, c.HV * c.K), z=z,

@@ -54,11 +54,6 @@ class Part(NamedTuple):
     ends: jax.Array | None = None
 
 
-def _rows(x: arguments.Arguments) -> tuple[arguments.Arguments, Part]:
-    """Return the arguments and the `Part` of rows that are one sequence each."""
-    return x, Part()
-
-
 def _segments(
     x: arguments.Arguments, ids: jax.Array, before: jax.Array, any_before: jax.Array
 ) -> tuple[arguments.Arguments, Part]:
@@ -159,7 +154,7 @@ def _local(x: arguments.Arguments, axis) -> tuple[arguments.Arguments, Part]:
     if x.segment_ids is not None:
         return _segments(x, x.segment_ids, *_neighbouring_ids(x.segment_ids, axis))
     if x.cu_seqlens is None:
-        return _rows(x)
+        return x, Part()
     if x.initial_state is not None:
         return _documents(x, axis)
     # If documents have no states, their numbers can serve as ids of segments.

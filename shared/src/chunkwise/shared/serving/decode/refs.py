@@ -1,7 +1,6 @@
 """The Refs of the kernel of `decode.kernel`, in records of one kind each."""
 
 import itertools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -182,7 +181,8 @@ class DecodeRefs(NamedTuple):
     @classmethod
     def of_names(cls, **named: jax.Ref) -> "DecodeRefs":
         """Return the Refs by the names that the launch gives them; a name that is missing becomes None."""
-        arrays = lambda begin, end="": _numbered(named, begin, end)
+        each = lambda begin, end: (named.get(f"{begin}{i}{end}") for i in range(_ARRAYS))
+        arrays = lambda begin, end="": tuple(ref for ref in each(begin, end) if ref is not None)
         known: dict[str, Any] = named | {name: named.get(f"{name}_out") for name in PoolRefs._fields}
         known |= dict(x=arrays("x"), w=arrays("w"), b=arrays("b"), conv=arrays("conv", "_out"))
         known |= dict(conv_in=arrays("in"), conv_out=arrays("out"))
@@ -235,8 +235,3 @@ class DecodeRefs(NamedTuple):
             found[name] = slice(at, at + ref.shape[1])
             at += packed.pad_lanes(ref.shape[1])
         return found
-
-
-def _numbered(named: Mapping[str, jax.Ref], begin: str, end: str) -> tuple[jax.Ref, ...]:
-    """Return the Refs of a name, one for every array of channels."""
-    return tuple(named[f"{begin}{i}{end}"] for i in range(_ARRAYS) if f"{begin}{i}{end}" in named)
