@@ -51,8 +51,8 @@ def test_it_runs(tmp_path, monkeypatch):
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     printed = re.sub(r"\x1b\[[\d;?]*\w", "", printed)  # colours
     assert "1 of 1 passed on cpu" in printed
-    assert "2 times, 0 failed" in printed
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     found = json.loads((tmp_path / "report.json").read_text())
     jsonschema.validate(found, report.read_schema())
+    assert f"{len(found['times'])} times, 0 failed" in printed
     assert {row["case"] for row in found["times"]} == {"gla"}
