@@ -24,7 +24,8 @@ QUICK = ROOT / "tests/quick.txt"
 # What they cost, by file.
 TIMES = ROOT / "docs/data/test-times.json"
 # What the tests that every change must pass have at most, of numbers that no machine changes.
-MOST = {"tests": 2_910, "programs": 9_300}
+# A worker compiles what it has not run before: one run took 9,133 programs, and another 9,331 with one test more.
+MOST = {"tests": 2_910, "programs": 9_500}
 # What these test is not the source: pages, data and the simulated TPU. Their own files say what is quick.
 OTHERS = tuple(f"tests_e2e/{name}/" for name in ("examples", "pages", "repository", "simulated"))
 # A test that every change must pass reaches a line, or tests a function, that no other does for every so many seconds.
