@@ -205,7 +205,7 @@ def leave_out_prefills(leave_out: bool) -> contextlib.AbstractContextManager:
     return mock.patch.object(serving_run, "_prefill", _without_prefills) if leave_out else contextlib.nullcontext()
 
 
-def _without_prefills(x, pool, *_):
+def _without_prefills(plan, x, pool, *_):
     """Replace the prefills of a mixture without prefills by a kernel of their kind that does nothing."""
     return hollow(None, x.v, name="nothing_c0", out_shape=[jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)])[0], pool
 
