@@ -350,3 +350,9 @@ def test_rows_of_other_programs(benchmarks, tmp_path, monkeypatch):
     assert found("tpu", version="0.1") == [{"rows": 1, "without_digest": 1}]
     assert found("tpu", implementation="tokamax") == [{"rows": 0, "without_digest": 0}]
     assert found("time") == []
+
+
+@pytest.mark.tpu
+def test_a_step_over_rings_has_a_kernel_in_the_place_of_its_prefills():
+    traced = step.trace_step(CASES["qwen3-next-80b-tp8"], Mixture(2, pool="bfloat16", replay=16), "v6e")
+    assert "nothing_c0" in str(traced.jaxpr)
