@@ -84,10 +84,8 @@ def _layer(case: Layer):
     return layer, layer.config(D=1, H=case.H, HV=case.HV, K=case.K, V=case.V)
 
 
-def compile_mixer(
-    case: Layer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True
-) -> str:
-    """Compile the mixer of a step for a chip with these flags and return its text; in a fresh process only.
+def trace_mixer(case: Layer, mixture: Mixture, chip: str, flags: str = "", known: bool = False, rows: bool = True):
+    """Return the mixer of a step, traced for a chip, to be compiled with these flags; in a fresh process only.
 
     With `known` the counts of the step are static numbers, otherwise they are traced. With `rows` the pools are laid
     out in rows, otherwise in the default way.
@@ -114,8 +112,7 @@ def compile_mixer(
         return layer.mix(jnp.zeros((1, mixture.T, 1), jnp.bfloat16), given, config, over)[:2]
 
     with step.leave_out_prefills(not mixture.over_array):
-        program = compiler.compile_for(run, weights, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,))
-        return program.as_text()
+        return compiler.trace_for(run, weights, pool, told, chip=chip, auto_layout=rows, donate_argnums=(1,))
 
 
 def _launch(text: str, mixed: bool = False) -> list[str]:
@@ -127,8 +124,8 @@ def count_kernel(case: Layer, mixture: Mixture, chip: str) -> tuple[int, int]:
     """Return the bundles of the kernel, and the steps of its grid; in a fresh process only."""
     with tempfile.TemporaryDirectory(prefix="chunkwise_llo_") as folder:
         # With known counts the program has one way, which is compiled in less time, and the same kernel.
-        text = compile_mixer(case, mixture, chip, tpu.dump_flags(folder), known=True)
-        (launch,) = _launch(text)
+        program = trace_mixer(case, mixture, chip, tpu.dump_flags(folder), known=True)
+        (launch,) = _launch(program.lower().compile().as_text())
         loop = read_loop(kernel_text(folder, launch))
     return kernel_bundles(loop, *step.decode_runs(loop, mixture)), loop.turns - 2
 
@@ -137,7 +134,7 @@ def count_around(case: Layer, mixture: Mixture, chip: str, rows: bool = True) ->
     """Return the estimated cycles of the operations around the kernels; in a fresh process only."""
     both = _steps_alone(case) and (mixture.over_array or mixture.replay)
     one_way = chip in _ONE_WAY or not both
-    build = lambda flags: compile_mixer(case, mixture, chip, flags, one_way, rows)
+    build = lambda flags: trace_mixer(case, mixture, chip, flags, one_way, rows).lower().compile().as_text()
     return step.cycles_around(build, lambda text: _launch(text, bool(mixture.prefills)))
 
 
@@ -155,8 +152,9 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     around = count("count_around(*of)")
     if "count" not in around:
         return around
+    traced = tpu.digest(trace_mixer(case, mixture, chip, known=True))
     if mixture.prefills:
-        return {"around_cycles": around["count"]}
+        return {"around_cycles": around["count"], "traced": traced}
     kernel = count("count_kernel(*of)")
     if "count" not in kernel:
         return kernel
@@ -166,6 +164,7 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     more = mixture.N * ((1 + mixture.W) * (config.W - 1) * sum(config.channels) * 2 + mixture.W * 2 * case.HV * case.V)
     floor = tpu.cycles_to_move(moved_bytes(case, mixture)[0] + more, chip)
     row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
+    row["traced"] = traced
     if chip == "v6e" and "count" in (found := count("count_around(*of, rows=False)")):
         row["around_in_default_layout"] = found["count"]
     return row | {"cycles": max(bundles, floor) + around, "estimate_ms": step.step_ms(row, chip)}

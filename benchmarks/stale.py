@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import cases, scale, step, tpu
+from benchmarks import cases, decode_mixer, scale, step, tpu
 from benchmarks.tpu_peers import PEERS
 from chunkwise.shared.testing import tpu as compiler
 
@@ -18,6 +18,10 @@ DATA = Path(__file__).parents[1] / "docs/data"
 
 def trace(command: str, row: dict):
     """Return the program of a row, traced for its chip as it was for the estimate."""
+    if command == "decodes":
+        return decode_mixer.trace_mixer(
+            decode_mixer.MIXERS[row["case"]], step.MIXTURES[row["mixture"]], row["chip"], known=True
+        )
     compiler.setup()
     case, backward = cases.case(row["case"]), row.get("pass") == "forward+backward"
     if command == "step":
@@ -36,7 +40,7 @@ def measure(path: Path) -> list[dict]:
     JAX writes programs in its own way in every version, so a file of another version tells nothing.
     """
     saved = json.loads(path.read_text())
-    if saved["command"] not in ("tpu", "scale", "step"):
+    if saved["command"] not in ("tpu", "scale", "step", "decodes"):
         return []
     tpu.require_compiler()
     rows = [row for row in saved["rows"] if row.get("implementation") not in PEERS]

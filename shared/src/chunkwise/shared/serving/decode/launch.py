@@ -17,11 +17,13 @@ from chunkwise.shared.serving.decode.records import Decodes, DecodeStatic
 from chunkwise.shared.serving.decode.refs import DecodeRefs
 from chunkwise.shared.serving.state_pool import StatePool
 
-# The most states of a grid step, and the most value heads: the kernel has code for each of them. Decodes of several
-# tokens take _MORE_STATES, because they read one state for all states that they write.
-_STATES = 32
-_MORE_STATES = 64
+# The most states of a grid step, and the most value heads: the kernel has code for each of them.
+_STATES = 64
 MOST_HEADS = 128
+# The most bytes of the states that a grid step reads. The first step waits for them, and the last one for those that it
+# writes, so more than _FEW sequences, which leave few rows of a register empty, have half as many.
+_STATE_BYTES = 2 * 2**20
+_FEW = 4
 # The most value heads of a decode of several tokens.
 _MOST_HEADS_OF_DRAFTS = 64
 # The most states of a grid step over rings, of one token and of several. They write few states, and many sequences fill
@@ -53,6 +55,7 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
     state = s.HV * _state_bytes(s, states.dtype)
+    some = _sequences_of(s, state, pool.replay > 0)
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
@@ -64,7 +67,6 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V)) + (keys - 1) * outputs
     products = 4 * s.decode_tokens * (2 * width + rows)
     each = copies.BUFFERS * buffers + between + products
-    some = sequences_of(s.HV if s.paired else s.gates, pool.replay > 0, s.decode_tokens)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
@@ -133,13 +135,14 @@ def _by_channel(pool: StatePool) -> bool:
     return pool.gates is not None and pool.gates.ndim == 5
 
 
-def sequences_of(heads: int, rings: bool = False, decode_tokens: int = 1) -> list[int]:
-    """Return how many sequences of `heads` value heads a grid step may take, the best number first."""
+def _sequences_of(s: DecodeStatic, state_bytes: int, rings: bool) -> list[int]:
+    """Return how many sequences, whose states have so many bytes each, a grid step may take, the best number first."""
+    heads, tokens = s.HV if s.paired else s.gates, s.decode_tokens
     if rings:
-        most, states = _RING_STATES if decode_tokens == 1 else _RING_STATES_OF_DRAFTS, heads
-    else:
-        most, states = _STATES if decode_tokens == 1 else _MORE_STATES, heads * decode_tokens
-    return [n for n in (16, 8, 4, 2, 1)[not rings :] if n * states <= max(most, states)]
+        most = _RING_STATES if tokens == 1 else _RING_STATES_OF_DRAFTS
+        return [n for n in (16, 8, 4, 2, 1) if n * heads <= max(most, heads)]
+    few = lambda n: n * state_bytes * (2 if n > _FEW else 1) <= _STATE_BYTES
+    return [*(n for n in (16, 8, 4, 2) if n * heads * tokens <= _STATES and few(n)), 1]
 
 
 def targets_of(x: Decodes, pool: StatePool) -> int:
