@@ -66,8 +66,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def few_states_a_step(monkeypatch):
     """Let a grid step take some sequences of two value heads, so that there are several, and less to compile."""
-    for name, states in (("_STATES", 8), ("_MORE_STATES", 4)):
-        monkeypatch.setattr(launch, name, states)
+    monkeypatch.setattr(launch, "_STATES", 8)
 
 
 def takes(decodes, conv, pool, slots) -> bool:

@@ -40,7 +40,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     checks.check(2 * R <= K, f"`angles` must have at most K / 2 channels; got {R} for K = {K}.")
     tokens = sequences.find(sizes, named)
     parts = dict(S="N H K V", angle="N H R", k="N H K", v="N H V")
-    shapes.check_parts(named["initial_state"], Mamba3State, sizes | {"N": len(tokens.rows)}, **parts)
+    shapes.check_parts(named["initial_state"], Mamba3State, sizes | {"N": tokens.rows.shape[0]}, **parts)
     wide = {name: tokens.select(jnp.asarray(named[name], jnp.float32)) for name in (*by_head, "q", "k", "v", "angles")}
     state, dt, trap, v = named["initial_state"], wide["dt"], wide["trap"], wide["v"]
     start = None if state is None else Mamba3State(*(jnp.asarray(y, jnp.float32) for y in state))

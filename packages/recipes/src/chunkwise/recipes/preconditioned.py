@@ -44,7 +44,7 @@ def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         right = isinstance(named[name], numbers.Real) and float(named[name]) > least
         checks.check(right, f"`{name}` must be a number above {least}; got {checks.shown(named[name])}.")
     tokens = sequences.find(sizes, named)
-    shapes.check_parts(named["initial_state"], PrecondState, sizes | {"N": len(tokens.rows)}, S="N HV K V", A="N H K")
+    shapes.check_parts(named["initial_state"], PrecondState, sizes | {"N": tokens.rows.shape[0]}, S="N HV K V", A="N H K")
     k, g, beta = (tokens.select(jnp.asarray(named[name], jnp.float32)) for name in ("k", "g_atk", "beta_atk"))
     S, A = (None, None) if named["initial_state"] is None else named["initial_state"]
     decay = jnp.exp(g)[..., None]
