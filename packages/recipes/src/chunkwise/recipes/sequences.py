@@ -1,5 +1,6 @@
 """Where sequences begin and end in the rows of a batch: for recipes in which a token reads its neighbour."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ from jax import lax
 from chunkwise.shared.call import checks
 from chunkwise.shared.kernels import chunking
 from chunkwise.shared.kernels.spans import row_sequences
+
+# The tokens that an exported program scans at once if it leaves their number open.
+_CHUNK = 64
 
 
 class Neighbours(NamedTuple):
@@ -70,12 +74,20 @@ class Neighbours(NamedTuple):
             return begins | begins_later, scale_later * scale, fold(scale_later * y + y_later)
 
         elements = first, jnp.broadcast_to(decay, step.shape), fold(step)
-        if isinstance(step.shape[1], int):
-            return lax.associative_scan(join, elements, axis=1)[2]
-        # An exported program may leave the number of tokens open.
-        by_token = [jnp.moveaxis(y, 1, 0) for y in elements]
-        empty = tuple(jnp.zeros_like(y[0]) for y in by_token)
-        return jnp.moveaxis(lax.scan(lambda y, new: (join(y, new),) * 2, empty, tuple(by_token))[1][2], 0, 1)
+        scan, T = functools.partial(lax.associative_scan, join, axis=1), step.shape[1]
+        if isinstance(T, int):
+            return scan(elements)[2]
+        # An exported program may leave the number of tokens open: some of them are scanned after the others.
+        NT = chunking.num_chunks(T, _CHUNK)
+        cut = lambda y: jnp.moveaxis(chunking.pad_tokens(y, NT * _CHUNK).reshape(-1, NT, _CHUNK, *y.shape[2:]), 1, 0)
+        chunks = tuple(map(cut, elements))
+
+        def move_on(carried, chunk):
+            done = join(carried, scan(chunk))
+            return tuple(y[:, -1:] for y in done), done[2]
+
+        done = lax.scan(move_on, tuple(jnp.zeros_like(y[0, :, :1]) for y in chunks), chunks)[1]
+        return jnp.moveaxis(done, 0, 1).reshape(-1, NT * _CHUNK, *step.shape[2:])[:, :T]
 
 
 def find(sizes: Mapping[str, int], named: Mapping[str, Any]) -> Neighbours:
