@@ -9,7 +9,7 @@ from tests import traced
 # twenty numbers of tokens, so whoever raises a number here makes it start later.
 OPERATIONS = {
     "chunk_gated_delta_rule": {"fwd": 5_800, "states": 1_800, "bwd": 3_600},
-    "chunk_simple_gla": {"fwd": 500, "bwd": 2_650},
+    "chunk_simple_gla": {"fwd": 420, "bwd": 2_650},
     "chunk_gla": {"fwd": 640, "bwd": 1_350},
     "chunk_kda": {"fwd": 14_500, "bwd": 10_300},
     "chunk_gdn2": {"fwd": 14_600, "bwd": 22_900},
