@@ -240,11 +240,8 @@ def chunk_bwd(
     start, end = scale * decays[:m], decays[m:]
     if divided is not None:
         divided, (pairs, start, dP) = divided.scores(pairs, start, dP, q, shared, by_do, do if by_v is None else q)
-    P, dS_before, operands = (
-        pairs * shared,
-        gates.through * dS,
-        functools.partial(tile.operands, dtype=dtype, parts=parts),
-    )
+    P, dS_before = pairs * shared, gates.through * dS
+    operands = functools.partial(tile.operands, dtype=dtype, parts=parts)
     if by_v is None:
         # The heads of a key head share products over the lanes of all of them, if decays are those of values.
         do_start, v_end = do.astype(jnp.float32) * start, v.astype(jnp.float32) * end

@@ -59,8 +59,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         return o, None
     none: Any = Mamba3State(*[jnp.zeros(())] * 4) if start is None else start
     ends = (tokens.at_end(y, old) for y, old in ((angle, none.angle), (k, none.k), (v, none.v)))
-    angle, k, v = ends
-    return o, Mamba3State(S, angle, k, v)
+    return o, Mamba3State(S, *ends)
 
 
 # 2 pi in two parts: small multiples of the first are exact.

@@ -44,9 +44,10 @@ def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
         right = isinstance(named[name], numbers.Real) and float(named[name]) > least
         checks.check(right, f"`{name}` must be a number above {least}; got {checks.shown(named[name])}.")
     tokens = sequences.find(sizes, named)
-    shapes.check_parts(named["initial_state"], PrecondState, sizes | {"N": tokens.rows.shape[0]}, S="N HV K V", A="N H K")
+    initial, N = named["initial_state"], tokens.rows.shape[0]
+    shapes.check_parts(initial, PrecondState, sizes | {"N": N}, S="N HV K V", A="N H K")
     k, g, beta = (tokens.select(jnp.asarray(named[name], jnp.float32)) for name in ("k", "g_atk", "beta_atk"))
-    S, A = (None, None) if named["initial_state"] is None else named["initial_state"]
+    S, A = (None, None) if initial is None else initial
     decay = jnp.exp(g)[..., None]
     A = tokens.accumulate(decay, beta[..., None] * k * k, None if A is None else jnp.asarray(A, jnp.float32))
     # The log of the sum, from its center, is squashed to between -1 and 1.
@@ -59,10 +60,7 @@ def _run(form: str, gate: str, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     arguments = {name: y for name, y in named.items() if name not in ("x", "eps")}
     x, *options = signature.to_records(arguments | dict(k=written, p=named["k"], initial_state=S))
     o, S = getattr(OPERATOR, form)(x._replace(slots=() if form == "recurrent" else None), *options)
-    if S is None:
-        return o, None
-    A = tokens.at_end(A, 0.0 if named["initial_state"] is None else named["initial_state"][1])
-    return o, PrecondState(S, A)
+    return o, None if S is None else PrecondState(S, tokens.at_end(A, 0.0 if initial is None else initial[1]))
 
 
 @signature.public_function_by_name(functools.partial(_run, "chunk", "B T HV"), "chunk", chunk_gla)

@@ -29,8 +29,7 @@ def _run(run, named: dict[str, Any]) -> tuple[jax.Array, Any]:
     weights = jnp.sum(r * jnp.asarray(named["u"], jnp.float32)[None, None] * k, axis=3, keepdims=True)
     o = (o.astype(jnp.float32) + scale * weights * wide).astype(v.dtype)
     if S is not None:
-        written = write(tokens.at_end(k, 0.0), tokens.at_end(wide, 0.0))
-        S = jnp.exp(tokens.at_end(w, 0.0))[..., None] * S + written
+        S = jnp.exp(tokens.at_end(w, 0.0))[..., None] * S + write(tokens.at_end(k, 0.0), tokens.at_end(wide, 0.0))
     return o, S
 
 

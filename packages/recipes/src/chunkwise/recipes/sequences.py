@@ -63,8 +63,7 @@ class Neighbours(NamedTuple):
         The arrays are float32 [B, T, ...], and zeros in padding. What `fold` takes away must not change a later y.
         """
         if initial is not None:
-            carried = self.at_start(decay) * initial
-            step = step.at[self.rows, self.starts].add(carried)
+            step = step.at[self.rows, self.starts].add(self.at_start(decay) * initial)
         first = jnp.broadcast_to(self.first.reshape(-1, step.shape[1], *(1,) * (step.ndim - 2)), step.shape)
 
         def join(earlier, later):

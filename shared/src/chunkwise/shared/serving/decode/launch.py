@@ -137,12 +137,11 @@ def _by_channel(pool: StatePool) -> bool:
 
 def _sequences_of(s: DecodeStatic, state_bytes: int, rings: bool) -> list[int]:
     """Return how many sequences, whose states have so many bytes each, a grid step may take, the best number first."""
-    heads, tokens = s.HV if s.paired else s.gates, s.decode_tokens
-    if rings:
-        most = _RING_STATES if tokens == 1 else _RING_STATES_OF_DRAFTS
-        return [n for n in (16, 8, 4, 2, 1) if n * heads <= max(most, heads)]
-    few = lambda n: n * state_bytes * (2 if n > _FEW else 1) <= _STATE_BYTES
-    return [*(n for n in (16, 8, 4, 2) if n * heads * tokens <= _STATES and few(n)), 1]
+    heads = s.HV if s.paired else s.gates
+    most = _RING_STATES if s.decode_tokens == 1 else _RING_STATES_OF_DRAFTS
+    most = most if rings else _STATES // s.decode_tokens
+    few = lambda n: rings or n * state_bytes * (2 if n > _FEW else 1) <= _STATE_BYTES
+    return [*(n for n in (16, 8, 4, 2) if n * heads <= most and few(n)), 1]
 
 
 def targets_of(x: Decodes, pool: StatePool) -> int:
