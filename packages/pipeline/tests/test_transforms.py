@@ -24,7 +24,9 @@ THOROUGH = dict(
     test_new_boundaries_do_not_retrace=lambda implementation, states: implementation == "xla" and states,
     # One of each way through the chunks, and of the recurrences.
     test_export_with_open_sizes=lambda name, packed: (
-        packed or name not in ("chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "recurrent_kda", "chunk_mlstm")
+        packed
+        or name
+        not in ("chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "recurrent_kda", "chunk_mlstm", "chunk_mamba3")
     ),
     test_traced_boundaries_that_fall=lambda implementation: implementation != "xla",
     test_kernels_are_differentiated_once_in_reverse=lambda name: "gated_delta_rule" not in name,
