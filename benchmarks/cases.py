@@ -115,6 +115,9 @@ _FALCON = (("norm", None), ("in_multiplier", 0.7), ("multipliers", (0.35, 0.25, 
 _LING = (("activation", None), ("qk_norm", True), ("groups", 4))
 _LING += (("frequencies", tuple(10_000.0 ** (-i / 32) for i in range(32))),)
 WHOLE = {
+    "mixer-qwen3.5-9b": Whole(_DELTA, H=16, HV=32, layer="delta_net"),
+    "mixer-kimi-linear": Whole("kda", H=32, HV=32, layer="kimi", D=2304, options=(("R", 128),)),
+    "mixer-minimax": Whole(_MAMBA, H=64, HV=64, layer="lightning", D=6144),
     "mixer-olmo-hybrid": Whole(
         _DELTA, H=30, HV=30, K=96, V=192, layer="delta_net", D=3840, options=(("allow_neg_eigval", True),)
     ),

@@ -97,6 +97,7 @@ def cost_composition() -> str:
 def tpu_whole_mixers() -> str:
     """The shares of a model's mixer with its projections: products, kernels, and operations that only move numbers."""
     names = {
+        "mixer-qwen3.5-9b": "Qwen3.5-9B", "mixer-kimi-linear": "Kimi-Linear", "mixer-minimax": "MiniMax",
         "mixer-olmo-hybrid": "OLMo-hybrid", "mixer-nemotron-h": "Nemotron-H", "mixer-granite-4": "Granite-4",
         "mixer-falcon-h1": "Falcon-H1", "mixer-ling-2.5": "Ling 2.5", "mixer-delta-product": "Gated DeltaProduct",
         "mixer-rwkv7": "RWKV-7",
@@ -113,25 +114,6 @@ def tpu_whole_mixers() -> str:
     short = {"forward": "forward", "forward+backward": "both"}
     columns = {f"{short[way]}: {title}": of(title, way) for way in tables.PASSES for title in kinds}
     return tables.table(list(names), {"mixer": names.get} | columns)
-
-
-@tables.block
-def tpu_block() -> str:
-    """A whole block of Qwen3.5-9B."""
-    counted = tables.rows_of("tpu-block-kernels")
-    rows = tables.rows_of("tpu-block") + tables.rows_of("tpu-block-backward")
-    lines = [row | tables.only(counted, chip=row["chip"], way=row["pass"]) for row in rows]
-    least = lambda cell: lambda row: ("at least " if row["at_least"] else "") + cell(row)
-    parts = lambda row: (row["kernel_cycles"], row["operations_cycles"])
-    together = lambda row: times.device_ms(CHIPS[row["chip"]], [times.Launch(parts(row)[0], 0)], parts(row)[1])
-    columns = {
-        "chip": "chip",
-        "pass": tables.way,
-        "kernels' share": lambda row: f"{100 * row['kernel_cycles'] / sum(parts(row)):.0f} %",
-        "together, ms": least(lambda row: tables.decimals(together(row), 1)),
-        "temporaries, MiB": tables.memory("temporaries_mib"),
-    }
-    return tables.table(lines, columns)
 
 
 @tables.block

@@ -20,10 +20,9 @@ from chunkwise.shared.serving.state_pool import StatePool
 # The most states of a grid step, and the most value heads: the kernel has code for each of them.
 _STATES = 64
 MOST_HEADS = 128
-# The most bytes of the states that a grid step reads. The first step waits for them, and the last one for those that it
-# writes, so more than _FEW sequences, which leave few rows of a register empty, have half as many.
+# The most bytes of the states that a grid step reads: the first step waits for them, and the last one for those that it
+# writes. Less of them would take more grid steps, each of which has its own cost.
 _STATE_BYTES = 2 * 2**20
-_FEW = 4
 # The most value heads of a decode of several tokens.
 _MOST_HEADS_OF_DRAFTS = 64
 # The most states of a grid step over rings, of one token and of several. They write few states, and many sequences fill
@@ -140,7 +139,7 @@ def _sequences_of(s: DecodeStatic, state_bytes: int, rings: bool) -> list[int]:
     heads = s.HV if s.paired else s.gates
     most = _RING_STATES if s.decode_tokens == 1 else _RING_STATES_OF_DRAFTS
     most = most if rings else _STATES // s.decode_tokens
-    few = lambda n: rings or n * state_bytes * (2 if n > _FEW else 1) <= _STATE_BYTES
+    few = lambda n: rings or n * state_bytes <= _STATE_BYTES
     return [*(n for n in (16, 8, 4, 2) if n * heads <= most and few(n)), 1]
 
 
