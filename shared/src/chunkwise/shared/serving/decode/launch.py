@@ -140,7 +140,9 @@ def _sequences_of(s: DecodeStatic, state_bytes: int, rings: bool) -> list[int]:
     most = _RING_STATES if s.decode_tokens == 1 else _RING_STATES_OF_DRAFTS
     most = most if rings else _STATES // s.decode_tokens
     few = lambda n: rings or n * state_bytes <= _STATE_BYTES
-    return [*(n for n in (16, 8, 4, 2) if n * heads <= most and few(n)), 1]
+    # Eight sequences fill the rows of a register; more are faster where there is little for each of them.
+    some = (16, 8, 4, 2)[not (rings or s.paired) :]
+    return [*(n for n in some if n * heads <= most and few(n)), 1]
 
 
 def targets_of(x: Decodes, pool: StatePool) -> int:
