@@ -163,8 +163,8 @@ def estimate(case: Layer, mixture: Mixture, chip: str, timeout: float) -> dict:
     # The bytes of the convolution's state, of which every token of a decode leaves one, and of the norm's gates.
     more = mixture.N * ((1 + mixture.W) * (config.W - 1) * sum(config.channels) * 2 + mixture.W * 2 * case.HV * case.V)
     floor = tpu.cycles_to_move(moved_bytes(case, mixture)[0] + more, chip)
-    row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps, "around_cycles": around}
-    row["traced"] = traced
+    row = {"decode_bundles": bundles, "decode_floor": floor, "decode_steps": steps}
+    row |= {"around_cycles": around, "traced": traced}
     if chip == "v6e" and "count" in (found := count("count_around(*of, rows=False)")):
         row["around_in_default_layout"] = found["count"]
     return row | {"cycles": max(bundles, floor) + around, "estimate_ms": step.step_ms(row, chip)}

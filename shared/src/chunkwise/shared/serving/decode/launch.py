@@ -54,7 +54,6 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     fixed += sum(4 * packed.round_up(y.shape[0], 8) * packed.pad_lanes(y.shape[1]) for y in constants.values())
     slot = sum(8 * y.shape[2] * 4 * s.decode_tokens for y in conv)
     state = s.HV * _state_bytes(s, states.dtype)
-    some = _sequences_of(s, state, pool.replay > 0)
     if pool.scales is not None:
         state += 4 * packed.round_up(s.HV, 8) * s.K
     if pool.replay:
@@ -66,6 +65,7 @@ def sequences_a_step(x: Decodes, conv: tuple, pool: StatePool, N: int) -> int | 
     rows = 8 * s.HV * (2 * packed.pad_lanes(s.K) + packed.pad_lanes(s.V)) + (keys - 1) * outputs
     products = 4 * s.decode_tokens * (2 * width + rows)
     each = copies.BUFFERS * buffers + between + products
+    some = _sequences_of(s, states.dtype, pool.replay > 0)
     return next((n for n in some if n < 2 * N and fixed + n * each <= tuning.VMEM_LIMIT_BYTES), None)
 
 
@@ -134,15 +134,15 @@ def _by_channel(pool: StatePool) -> bool:
     return pool.gates is not None and pool.gates.ndim == 5
 
 
-def _sequences_of(s: DecodeStatic, state_bytes: int, rings: bool) -> list[int]:
-    """Return how many sequences, whose states have so many bytes each, a grid step may take, the best number first."""
-    heads = s.HV if s.paired else s.gates
-    most = _RING_STATES if s.decode_tokens == 1 else _RING_STATES_OF_DRAFTS
-    most = most if rings else _STATES // s.decode_tokens
-    few = lambda n: rings or n * state_bytes <= _STATE_BYTES
-    # Eight sequences fill the rows of a register; more are faster where there is little for each of them.
-    some = (16, 8, 4, 2)[not (rings or s.paired) :]
-    return [*(n for n in some if n * heads <= most and few(n)), 1]
+def _sequences_of(s: DecodeStatic, dtype, rings: bool) -> list[int]:
+    """Return how many sequences, with states of this type, a grid step may take, the best number first."""
+    heads, tokens = s.HV if s.paired else s.gates, s.decode_tokens
+    if rings:
+        most = (_RING_STATES if tokens == 1 else _RING_STATES_OF_DRAFTS) // heads
+    else:
+        # Eight sequences fill the rows of a register; more are faster where there is little for each of them.
+        most = min(16 if s.paired else 8, _STATES // (heads * tokens), _STATE_BYTES // (s.HV * _state_bytes(s, dtype)))
+    return [n for n in (16, 8, 4, 2, 1) if n <= max(most, 1)]
 
 
 def targets_of(x: Decodes, pool: StatePool) -> int:
